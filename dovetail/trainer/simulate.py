@@ -13,7 +13,7 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from dovetail.config.root import DovetailConfig
 from dovetail.trainer.pace import OnStale, Order, Pace, choose
@@ -303,6 +303,8 @@ def predict(
     schedule: Schedule, speeds: Speeds, groups: Sequence[Lengths], *, prompt_length: float = 0.0, steps: int = 50
 ) -> Prediction:
     """Simulate `steps` steps over these groups, again and again in their order."""
+    # A bound beyond the simulated steps is as good as none: it would only start what they never use.
+    schedule = replace(schedule, max_staleness=min(schedule.max_staleness, steps))
     run = SimulatedRun(schedule, speeds, itertools.cycle(groups), prompt_length)
     warm_up = WARM_UP_STEPS + schedule.max_staleness
     ages: list[int] = []

@@ -68,6 +68,11 @@ def test_one_step_off_hides_the_shorter_side(length: int, train_s: float) -> Non
     assert (step.staleness_mean, step.staleness_max) == (1, 1)
 
 
+def test_a_bound_that_no_run_reaches_is_predicted_as_one_beyond_the_steps() -> None:
+    beyond = [predict(schedule(bound, order="finish"), SPEEDS, LENGTHS, steps=20) for bound in (20, 10**9)]
+    assert beyond[0] == beyond[1]
+
+
 def test_engines_that_never_drain_do_not_wait_for_the_longest_response() -> None:
     """One sequence at a time: the time of a step is that of its tokens, whatever their order."""
     groups = [[1], [39], [2], [2], [30], [1], [4], [1]]
