@@ -106,6 +106,7 @@ class AgentStream(OpenGroups[_Group, Mapping[int, Any]]):
         # One thread gives requests to the engine: it may have to wait for a step, which the event loop must not.
         self._submitter = ThreadPoolExecutor(1, "agent-requests")
         self._futures: dict[str, asyncio.Future[GenerationResult]] = {}  # by request id; of the event loop's thread
+        self._told: set[str] = set()  # loops of which a snapshot cannot be resumed
 
     def start(self, prompts: DataProto, snapshot: DataProto | None = None) -> None:
         """Start `meta_info["n"]` trajectories for each prompt. Rows need a `uid` and messages (`raw_prompt`).
@@ -300,9 +301,13 @@ class AgentStream(OpenGroups[_Group, Mapping[int, Any]]):
             return dict(group.known[index])
         tools = session.tools.state()
         if tools is None or not replays(group.loop):
-            logger.warning(
-                "trajectory %s cannot go on after a resume (%s); it would start again", session.name, group.loop
-            )
+            if group.loop not in self._told:  # a snapshot is taken every few seconds
+                self._told.add(group.loop)
+                logger.warning(
+                    "trajectory %s cannot go on after a resume (%s): it, and others like it, would start again",
+                    session.name,
+                    group.loop,
+                )
             return {"attempt": attempt + 1, "restarted": True}
         return {"attempt": attempt, "session": session.state(partial), "tools": tools}
 

@@ -8,13 +8,15 @@ import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from dovetail.observability.waits import waiting
+from dovetail.observability.waits import Wait, waiting
 from dovetail.rollout.base import CLOSED, EngineError
 
 T = TypeVar("T")
 
 LONG_CALL_S = 7200.0
 """One generation may take this long; longer ones are named in the log."""
+_BLOCKED_S, _TICK_S = 60.0, 5.0
+"""A function that does not give way for this long stops all others, deadlines too: its stack is in the log."""
 
 
 class LoopThread:
@@ -51,11 +53,18 @@ class LoopThread:
 
     def _main(self) -> None:
         asyncio.set_event_loop(self.loop)
+        what = "a function that blocks it (an async one must await; a plain one has a thread of its own)"
         try:
-            self.loop.run_forever()
+            with waiting(f"the event loop {self._thread.name}", what, limit_s=_BLOCKED_S) as blocked:
+                self._tick(blocked)
+                self.loop.run_forever()
         finally:
             left = asyncio.all_tasks(self.loop)
             for task in left:
                 task.cancel()
             self.loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
             self.loop.close()
+
+    def _tick(self, blocked: Wait) -> None:
+        blocked.restart()
+        self.loop.call_later(_TICK_S, self._tick, blocked)

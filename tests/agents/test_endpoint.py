@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import numpy as np
 import openai
 import pytest
 import torch
@@ -394,7 +395,7 @@ def test_another_key_opens_no_session() -> None:
 
 def _run(loop: Any, engine: ScriptedEngine, *, seconds: float = 600.0, **limits: Any) -> Trajectory:
     async def run() -> Trajectory:
-        task = Task(HELLO, {"reward_model": {"ground_truth": "42"}}, uid="u")
+        task = Task(HELLO, {"reward_model": {"ground_truth": "42"}, "index": np.int64(1)}, uid="u")
         settings = CallSettings()
         return await run_trajectory(
             task, loop, engine.session(**limits), FunctionToolbox([]), settings, Deadline(seconds)
@@ -558,7 +559,7 @@ answer = post(url, {"messages": task["messages"]})["choices"][0]["message"]["con
 print("the answer was", answer)
 if answer == "crash":
     sys.exit(3)
-post(os.environ["DOVETAIL_FINISH_URL"], {"reward": len(answer)})
+post(os.environ["DOVETAIL_FINISH_URL"], {"reward": len(answer) + task["row"]["index"]})
 """
 
 
@@ -567,7 +568,7 @@ def test_a_program_is_a_loop(tmp_path: Path) -> None:
     program.write_text(_PROGRAM)
     loop = command_agent(f"{sys.executable} -S -E {program}")
     good = _run(loop, ScriptedEngine("four"))
-    assert (good.outcome, good.reward) == ("finished", 4.0)
+    assert (good.outcome, good.reward) == ("finished", 5.0)
     assert len(good.segments) == 1
     bad = _run(loop, ScriptedEngine("crash"))
     assert (bad.outcome, bad.reward) == ("tool_error", None)

@@ -19,6 +19,7 @@ from dovetail.controller.hangs import CallLimits
 from dovetail.observability import waits
 from dovetail.observability.waits import WaitTimeout
 from dovetail.rollout import gate as gate_module
+from dovetail.rollout import loop_thread
 from dovetail.rollout.base import STALL_S, EngineDiedError, GenerationRequest, SamplingParams
 from dovetail.rollout.gate import StepGate
 from dovetail.rollout.loop_thread import LoopThread
@@ -260,6 +261,22 @@ def test_a_wait_for_sglang_goes_on_when_another_thread_that_waits_starts_the_ser
 
     engine.wait(done, timeout=60)
     assert done(), "it returned before it was done"
+
+
+def test_a_function_that_blocks_the_event_loop_is_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(loop_thread, "_BLOCKED_S", 0.1)
+    loop, release = LoopThread("agents"), threading.Event()
+
+    async def blocks() -> None:
+        release.wait(60)
+
+    loop.start(blocks())
+    wait_until(lambda: any("event loop agents" in str(wait) for wait in waits._REGISTER.look()), "a wait that is named")
+    release.set()
+    assert "in blocks" in caplog.text
+    loop.close()
 
 
 class InItsLoop(ServerPool):

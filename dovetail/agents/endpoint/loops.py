@@ -68,6 +68,11 @@ async def _drive(
     return finish.reward
 
 
+def _plain(value: Any) -> Any:
+    """Columns are numpy's: a number stays one."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
+
+
 async def _run_program(command: str, task: Task, opened: OpenSession) -> float | None:
     row: dict[str, Any] = {"messages": task.messages, "row": dict(task.row), "uid": task.uid, "sample": task.sample}
     environment = {
@@ -76,7 +81,7 @@ async def _run_program(command: str, task: Task, opened: OpenSession) -> float |
         "OPENAI_API_KEY": opened.api_key,
         "ANTHROPIC_BASE_URL": opened.url,
         "ANTHROPIC_API_KEY": opened.api_key,
-        "DOVETAIL_TASK": json.dumps({**row, "seed": task.seed, "validate": task.validate}, default=str),
+        "DOVETAIL_TASK": json.dumps({**row, "seed": task.seed, "validate": task.validate}, default=_plain),
         "DOVETAIL_FINISH_URL": f"{opened.url}/finish",
     }
     # A file and no pipe: a child that outlives the program would hold a pipe open, and its end would not be seen.
