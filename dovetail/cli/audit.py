@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from dovetail.config.root import DovetailConfig
 from dovetail.observability.ledger import Ledger, read_ledger, violations
 from dovetail.observability.run_folder import CONFIG
 
@@ -65,12 +64,12 @@ def _checkpoint_is_complete(folder: Path) -> bool:
 
 def _audit_draws(folder: Path, ledger: Ledger, checkpoints: Sequence[Path]) -> list[str]:
     """Print what became of the draws; returns a sentence for each violation."""
-    import yaml
+    from dovetail.config.load import load_config
 
     file = folder / CONFIG
     if not file.exists():
         return [f"{file} is missing, so the bound of this run is not known."]
-    config = DovetailConfig.model_validate(yaml.safe_load(file.read_text(encoding="utf-8")))
+    config = load_config([file]).config  # an earlier version may have written it
     masks = config.async_training.on_stale_in_force == "mask"
     bound = config.group_staleness_bound
     sentences = list(violations(ledger, bound=bound, masks_stale=masks))

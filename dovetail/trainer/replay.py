@@ -10,6 +10,7 @@ import yaml
 
 from dovetail.checkpoint.manifest import read_manifest
 from dovetail.checkpoint.store import CheckpointStore
+from dovetail.config.load import load_config
 from dovetail.config.root import DovetailConfig
 from dovetail.observability.run_folder import CONFIG, RunFolder
 from dovetail.trainer.recording import RecordError, Recording
@@ -76,14 +77,13 @@ def _config(folder: Path, out: Path) -> DovetailConfig:
         ) from error
     if not isinstance(tree, dict) or {"data", "async_training", "trainer"} - tree.keys():
         raise RecordError(f"{folder / CONFIG} is not the configuration of a run; give the folder of one.")
-    tree["data"]["val_files"] = []
-    tree["async_training"]["record"] = False
-    trainer = tree["trainer"]
-    trainer |= {"default_local_dir": str(out), "val_before_train": False, "test_freq": -1, "logger": ["file"]}
+    changes: dict[str, Any] = {"data.val_files": [], "async_training.record": False}
+    trainer = {"default_local_dir": str(out), "val_before_train": False, "test_freq": -1, "logger": ["file"]}
     trainer |= {"rollout_data_dir": None, "validation_data_dir": None}
-    if trainer["resume_mode"] != "resume_path":
+    if tree["trainer"]["resume_mode"] != "resume_path":
         trainer["resume_mode"] = "disable"
-    return DovetailConfig.model_validate(tree)
+    # An earlier version may have written the file.
+    return load_config([folder / CONFIG], values={**changes, "trainer": trainer}).config
 
 
 def _shards(folder: Path) -> dict[str, str]:
