@@ -53,7 +53,6 @@ class CheckedTools:
         self.opening = opening
         """Messages that the environment adds to the prompt."""
         self.settings = settings
-        self.metrics: dict[str, float] = {}
         self._tools = tools
         self._session = session
         self._results: dict[int, ToolResult] = {}  # by the number of the call
@@ -182,10 +181,7 @@ class CheckedTools:
         """What was recorded under this number; else what `run` gives, cut to its length, with an event."""
         if number not in self._results:
             self._results[number] = await self._watched(run, event)
-        result = self._results[number]
-        for name, value in result.metrics.items():
-            self.metrics[name] = self.metrics.get(name, 0.0) + value
-        return result
+        return self._results[number]
 
     async def _watched(self, run: Callable[[], Awaitable[ToolResult]], event: dict[str, Any]) -> ToolResult:
         if not self._num_running:
@@ -198,6 +194,8 @@ class CheckedTools:
             metrics = {name: float(value) for name, value in result.metrics.items()}  # numpy's are no JSON
             result = replace(result, text=self._shortened(result.text), reward=reward, metrics=metrics)
             event["result"] = result.text
+            if metrics and result != _OVER:
+                event["metrics"] = metrics
             if result.failure:
                 event["failure"] = result.failure
             return result

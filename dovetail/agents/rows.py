@@ -42,7 +42,7 @@ def rows_of(
                 "trajectory": trajectory.task.sample,
                 "segment": number,
                 "outcome": trajectory.outcome,
-                "num_turns": int(trajectory.metrics.get("num_turns", 0)),
+                "num_turns": trajectory.num_turns,
                 "agent_reward": float("nan") if trajectory.reward is None else trajectory.reward,
                 "turn_rewards": [list(reward) for reward in segment.turn_rewards],
                 "messages": [dict(message) for message in trajectory.messages],

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import traceback
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +115,7 @@ async def run_trajectory(
         tuple(session.messages),
         tuple(session.events),
         error,
-        _metrics(session),
+        len(session.turns),
     )
 
 
@@ -155,18 +154,3 @@ async def _close(session: Session) -> None:
         await session.tools.close()
     except Exception as error:  # noqa: BLE001 - the trajectory is over; a tool that does not close changes nothing
         logger.warning("the tools of trajectory %s did not close: %s: %s", session.name, type(error).__name__, error)
-
-
-def _metrics(session: Session) -> Mapping[str, float]:
-    """Counts and seconds by kind, and what tools reported."""
-    events = session.events
-    turns, calls = ([event for event in events if event["kind"] == kind] for kind in ("generate", "tool"))
-    return {
-        "num_turns": float(len(session.turns)),
-        "tool_calls": float(len(calls)),
-        "tool_failures": float(sum("failure" in event for event in calls)),
-        "retries": float(sum(event["kind"] == "retry" for event in events)),
-        "generate_s": sum(event["seconds"] for event in turns),
-        "tool_s": sum(event["seconds"] for event in calls),
-        **({} if session.tools is None else {f"tool/{name}": value for name, value in session.tools.metrics.items()}),
-    }

@@ -167,7 +167,7 @@ class Trajectory:
     """The conversation of the last segment, for reward functions and for people."""
     events: tuple[Mapping[str, Any], ...] = ()
     """What happened, for the page: {"kind": "generate" | "tool" | "retry" | "branch" | "error", "turn", "seconds", and
-    for tools "name", "arguments", "result", "failure"}."""
+    for tools "name", "arguments", "result", "failure", "metrics"}."""
     error: str = ""
     """For outcomes `tool_error` and `infra`: what was raised."""
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    num_turns: int = 0

@@ -24,7 +24,7 @@ def agent_metrics(batch: DataProto) -> Metrics:
 
     `num_turns/*`, `tool_call_counts/*`, `timing_s/agent_loop/{generate_sequences,tool_calls}/*` and `slowest/*`, and
     `outcome/<name>`: the share of trajectories that ended so. `trajectory/restarted` counts those that a resume began
-    again.
+    again. `tool/<name>` is what tools reported: the sum of a trajectory's calls, the mean of those that have one.
     """
     if "outcome" not in batch.non_tensor_batch:
         return {}
@@ -41,6 +41,12 @@ def agent_metrics(batch: DataProto) -> Metrics:
     metrics["tool_call_counts/failed_share"] = _share([event for row in calls for event in row])
     metrics["tool_call_counts/retries"] = float(sum(event["kind"] == "retry" for row in events for event in row))
     metrics["trajectory/restarted"] = float(sum(event["kind"] == "restart" for row in events for event in row))
+    reported: dict[str, list[float]] = {}
+    for row in calls:
+        names = {name for call in row for name in call.get("metrics") or ()}
+        for name in names:
+            reported.setdefault(name, []).append(sum((call.get("metrics") or {}).get(name, 0.0) for call in row))
+    metrics |= {f"tool/{name}": float(np.mean(sums)) for name, sums in sorted(reported.items())}
     generating, waiting = (np.array([_seconds(row, kind) for row in events]) for kind in ("generate", "tool"))
     timing = spread("generate_sequences", generating) | spread("tool_calls", waiting)
     slowest = int(np.argmax(generating + waiting))

@@ -133,8 +133,9 @@ EVENTS = [
         "name": "calculator",
         "arguments": {"expression": "1+1"},
         "result": "2",
+        "metrics": {"digits": 1.0},
     },
-    {"kind": "tool", "turn": 1, "seconds": 0.5, "name": "calculator", "failure": "timeout"},
+    {"kind": "tool", "turn": 1, "seconds": 0.5, "name": "calculator", "failure": "timeout", "metrics": {"digits": 2.0}},
     {"kind": "retry", "turn": 1, "name": "calculator", "failure": "no sandbox"},
 ]
 
@@ -151,6 +152,7 @@ def test_metrics_count_each_trajectory_once() -> None:
     assert metrics["num_turns/mean"] == 2.0
     assert (metrics["num_turns/max"], metrics["num_turns/min"]) == (3.0, 1.0)
     assert metrics["tool_call_counts/mean"] == 1.0
+    assert metrics["tool/digits"] == 3.0
     assert metrics["tool_call_counts/failed_share"] == 0.5
     assert metrics["tool_call_counts/retries"] == 1.0
     assert metrics["timing_s/agent_loop/tool_calls/max"] == 2.5

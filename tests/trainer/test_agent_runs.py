@@ -37,7 +37,7 @@ class Letters(Environment):
     def step(self, action):
         self.turns += 1
         share = sum(ord(letter) < 128 for letter in action) / max(1, len(action))
-        return Step(f"turn {self.turns}", share, self.turns >= self.last)
+        return Step(f"turn {self.turns}", share, self.turns >= self.last, {"letters": share})
 
     def state(self):
         return [self.turns, self.last]
@@ -124,6 +124,7 @@ def test_a_run_of_conversations(toy: Toy, tmp_path: Path, agent_keys: dict[str, 
         assert row["num_turns/max"] == 3
         assert row["actor/grad_norm"] > 0
         assert 0 < row["critic/score/mean"] < 3
+        assert row["tool/letters"] == pytest.approx(row["critic/score/mean"])
     rows = rows_of(result.folder)
     assert {row["outcome"] for row in rows} == {"finished"}
     assert json.loads((result.folder / "chat_template.json").read_text())["append_only"]
