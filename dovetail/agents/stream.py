@@ -106,7 +106,7 @@ class AgentStream(OpenGroups[_Group, Mapping[int, Any]]):
         # One thread gives requests to the engine: it may have to wait for a step, which the event loop must not.
         self._submitter = ThreadPoolExecutor(1, "agent-requests")
         self._futures: dict[str, asyncio.Future[GenerationResult]] = {}  # by request id; of the event loop's thread
-        self._told: set[str] = set()  # loops of which a snapshot cannot be resumed
+        self._warned: set[str] = set()
 
     def start(self, prompts: DataProto, snapshot: DataProto | None = None) -> None:
         """Start `meta_info["n"]` trajectories for each prompt. Rows need a `uid` and messages (`raw_prompt`).
@@ -228,7 +228,7 @@ class AgentStream(OpenGroups[_Group, Mapping[int, Any]]):
                 tools_state=state.get("tools"),
             )
         except DivergedError as error:
-            logger.warning("%s (another loop, prompt or set of tools): the trajectory starts again", error)
+            self._warn_once("%s (another loop, prompt or set of tools): it, and others like it, start again", error)
             await session.end()
             group.known[index] = {"attempt": task.attempt + 1, "restarted": True}
             await self._run(group, index)
@@ -301,15 +301,15 @@ class AgentStream(OpenGroups[_Group, Mapping[int, Any]]):
             return dict(group.known[index])
         tools = session.tools.state()
         if tools is None or not replays(group.loop):
-            if group.loop not in self._told:  # a snapshot is taken every few seconds
-                self._told.add(group.loop)
-                logger.warning(
-                    "trajectory %s cannot go on after a resume (%s): it, and others like it, would start again",
-                    session.name,
-                    group.loop,
-                )
+            would = "trajectory %s cannot go on after a resume (%s): it, and others like it, would start again"
+            self._warn_once(would, session.name, group.loop)  # a snapshot is taken every few seconds
             return {"attempt": attempt + 1, "restarted": True}
         return {"attempt": attempt, "session": session.state(partial), "tools": tools}
+
+    def _warn_once(self, message: str, *about: object) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            logger.warning(message, *about)
 
     # ---- in any thread ----
 
