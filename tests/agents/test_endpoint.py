@@ -563,7 +563,8 @@ post(os.environ["DOVETAIL_FINISH_URL"], {"reward": len(answer) + task["row"]["in
 """
 
 
-def test_a_program_is_a_loop(tmp_path: Path) -> None:
+def test_a_program_is_a_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # which is not there, and not asked
     program = tmp_path / "agent.py"
     program.write_text(_PROGRAM)
     loop = command_agent(f"{sys.executable} -S -E {program}")
