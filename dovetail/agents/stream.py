@@ -381,8 +381,15 @@ def _as_rows(rows: Sequence[tuple[str, int, dict[str, Any]]]) -> DataProto | Non
         {
             "uid": np.array([uid for uid, _, _ in rows], dtype=object),
             "sample_index": np.array([index for _, index, _ in rows], dtype=np.int64),
-            "state": np.array([json.dumps(state) for _, _, state in rows], dtype=object),
+            "state": np.array([json.dumps(state, default=_refuse) for _, _, state in rows], dtype=object),
         },
+    )
+
+
+def _refuse(value: object) -> str:
+    kind = type(value).__name__
+    raise TypeError(
+        f"{value!r:.80} in the record of a trajectory is no JSON but {kind}; state() must return JSON values."
     )
 
 

@@ -289,6 +289,9 @@ def test_trajectories_have_rows_of_their_own_and_their_tools_are_closed_with_the
     stream = AgentStream(engine, rollout, agents_for(rollout, tools), pad_token_id=0)
     stream.start(task_prompts(2))
     stream.generate_in_background()
-    wait_until(lambda: len(seen) == 4, "four trajectories that have begun")
+    wait_until(lambda: stream._stream.num_running == 4, "the first requests of four trajectories")
+    tools.num_calls = np.float32(1.0)  # type: ignore[assignment]
+    with pytest.raises(TypeError, match=r"in the record of a trajectory is no JSON but float32; state\(\) must return"):
+        stream.snapshot()
     stream.close()
     assert (seen, tools.num_closed) == ([2, 2, 2, 2], 4)
