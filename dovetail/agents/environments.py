@@ -21,7 +21,7 @@ class Step:
     reward: float | None = None
     done: bool = False
     info: Mapping[str, Any] = field(default_factory=dict)
-    """Numbers in it become metrics."""
+    """Numbers in it become metrics: `tool/<name>`."""
 
 
 class Environment:
