@@ -3,6 +3,7 @@
 Limits are learned from earlier calls of the same method: a call is slow when it takes three times as long as the
 longest before it, and hung at ten times: long enough for responses that grow and for a machine that is shared, short
 enough to end a deadlock the same hour. The first call of a method has nothing to compare with and gets `first_limit_s`.
+`allowed_s` are times by method that a call may always take, and ten minutes more: those of deadlines inside it.
 """
 
 from __future__ import annotations
@@ -40,8 +41,9 @@ class _Longest:
 class CallLimits:
     """One for each group of processes."""
 
-    def __init__(self, first_limit_s: float = FIRST_LIMIT_S) -> None:
+    def __init__(self, first_limit_s: float = FIRST_LIMIT_S, *, allowed_s: Mapping[str, float] | None = None) -> None:
         self.first_limit_s = first_limit_s
+        self._allowed_s = allowed_s or {}
         self._longest: dict[tuple[str, str], _Longest] = {}
 
     def record(self, role: str, method: str, seconds: float, rows: int = 0) -> None:
@@ -58,9 +60,11 @@ class CallLimits:
             return CallLimit(min(SLOW_LEAST_S * 10, self.first_limit_s), self.first_limit_s, why)
         expected = known.seconds * max(1.0, rows / known.rows if known.rows else 1.0)
         hung = max(min(HUNG_LEAST_S, self.first_limit_s), HUNG_TIMES * expected)
-        return CallLimit(
-            max(SLOW_LEAST_S, SLOW_TIMES * expected), hung, f"the longest call before took {known.seconds:.1f} s"
-        )
+        why = f"the longest call before took {known.seconds:.1f} s"
+        allowed = self._allowed_s.get(method)
+        if allowed and allowed + HUNG_LEAST_S > hung:
+            hung, why = allowed + HUNG_LEAST_S, f"{why}, and what it waits for may take {allowed:.0f} s"
+        return CallLimit(max(SLOW_LEAST_S, SLOW_TIMES * expected), hung, why)
 
 
 def find_hung_rank(stacks: Mapping[int, str]) -> int | None:

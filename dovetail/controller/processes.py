@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dovetail.controller.errors import WorkerDiedError, WorkerError, WorkerHungError
-from dovetail.controller.hangs import FIRST_LIMIT_S, CallLimits, find_hung_rank, is_collective_timeout
+from dovetail.controller.hangs import CallLimits, find_hung_rank, is_collective_timeout
 from dovetail.observability.waits import waiting
 
 if TYPE_CHECKING:
@@ -41,13 +41,13 @@ class WorkerProcesses:
         actors: Sequence[ActorHandle],
         names: Sequence[str],
         failure_grace_s: float,
-        first_limit_s: float = FIRST_LIMIT_S,
+        limits: CallLimits | None = None,
     ) -> None:
         self.roles = tuple(roles)
         self.actors = list(actors)
         self.names = list(names)
         self.failure_grace_s = failure_grace_s
-        self.limits = CallLimits(first_limit_s)
+        self.limits = limits or CallLimits()
         self.identities: list[ProcessIdentity] = []
         self.failure: WorkerError | None = None
         self.stopped = False

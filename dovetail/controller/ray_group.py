@@ -13,7 +13,7 @@ from dovetail.config.ray_init import refuse_rank_variables
 from dovetail.controller.context import WorkerContext
 from dovetail.controller.forwarding import secrets
 from dovetail.controller.futures import BatchFuture, BatchPart, GroupFuture
-from dovetail.controller.hangs import FIRST_LIMIT_S
+from dovetail.controller.hangs import CallLimits
 from dovetail.controller.host import ProcessIdentity, WorkerHost
 from dovetail.controller.processes import WorkerProcesses
 from dovetail.controller.rendezvous import LOOPBACK
@@ -31,8 +31,8 @@ class RayWorkerGroup(WorkerGroup):
     """One actor per slot of ``resource_pool``, all built from ``ray_cls_with_init``.
 
     ``worker_env`` holds environment variables that must be there when the process starts. ``failure_grace_s`` is how
-    long the other ranks of a failed call may take to finish before the group is stopped. ``first_limit_s`` is how long
-    a call may take that has no earlier one to compare with (`hangs`).
+    long the other ranks of a failed call may take to finish before the group is stopped. ``limits`` say how long
+    a call may take (`hangs`).
     """
 
     takes_slices = True
@@ -45,7 +45,7 @@ class RayWorkerGroup(WorkerGroup):
         name_prefix: str | None = None,
         worker_env: Mapping[str, str] | None = None,
         failure_grace_s: float = 5.0,
-        first_limit_s: float = FIRST_LIMIT_S,
+        limits: CallLimits | None = None,
     ) -> None:
         roles = ray_cls_with_init.roles(name_prefix)
         title = "+".join(roles)
@@ -55,7 +55,7 @@ class RayWorkerGroup(WorkerGroup):
         options = {**resource_pool.actor_options(), **ray_cls_with_init.options}
         refuse_rank_variables(worker_env or {})
         actors = [_start_actor(slot, name, options, worker_env or {}) for slot, name in zip(slots, names, strict=True)]
-        processes = WorkerProcesses(tuple(roles), actors, names, failure_grace_s, first_limit_s)
+        processes = WorkerProcesses(tuple(roles), actors, names, failure_grace_s, limits)
         self._roles, self._pool = roles, resource_pool
         try:
             _build_workers(processes, roles, resource_pool)

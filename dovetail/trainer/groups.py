@@ -20,6 +20,7 @@ from dovetail.controller import (
     WorkerGroup,
     create_colocated_worker_cls,
 )
+from dovetail.controller.hangs import CallLimits
 from dovetail.trainer.engines import GENERATION, SeparateEngines
 from dovetail.workers.actor_rollout_ref import ActorRolloutRefWorker
 from dovetail.workers.critic_worker import CriticWorker
@@ -199,8 +200,13 @@ def _start_on(
     pool: RayResourcePool, worker: RayClassWithInitArgs, config: DovetailConfig, name: str | None = None
 ) -> RayWorkerGroup:
     """A group on a pool of its own. The pool is given back if the group does not start."""
+    rollout = config.actor_rollout_ref.rollout
+    generating = ("generate_sequences", "generate_groups") if rollout.uses_agents else ()
+    limits = CallLimits(
+        config.trainer.worker_timeout_s, allowed_s=dict.fromkeys(generating, rollout.multi_turn.trajectory_timeout_s)
+    )
     try:
-        return RayWorkerGroup(pool, worker, name_prefix=name, first_limit_s=config.trainer.worker_timeout_s)
+        return RayWorkerGroup(pool, worker, name_prefix=name, limits=limits)
     except BaseException:
         pool.release()
         raise

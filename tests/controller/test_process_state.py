@@ -158,6 +158,18 @@ def test_limits_are_learned_from_earlier_calls() -> None:
     assert limits.limit("actor", "ping").hung_s == 600.0, "a fast call on a busy machine is not a hang"
 
 
+def test_a_call_that_waits_for_something_with_a_deadline_is_not_hung_before_it() -> None:
+    """Tools of agents: most steps take seconds, and one waits for half an hour."""
+    limits = CallLimits(allowed_s={"generate": 1800.0})
+    limits.record("actor", "generate", 5.0)
+    limits.record("actor", "update", 5.0)
+    assert limits.limit("actor", "generate").hung_s == 2400.0
+    assert "may take 1800 s" in limits.limit("actor", "generate").why
+    assert limits.limit("actor", "update").hung_s == 600.0
+    limits.record("actor", "generate", 700.0)
+    assert limits.limit("actor", "generate").hung_s == 7000.0
+
+
 class _Slow(RayCall):
     """Finishes after a moment; needs no Ray."""
 
@@ -168,7 +180,7 @@ class _Slow(RayCall):
 
 
 def test_a_caller_that_says_how_long_it_waits_is_not_bound_by_what_earlier_calls_took() -> None:
-    processes = WorkerProcesses(["actor"], [], [], failure_grace_s=0.0, first_limit_s=0.05)
+    processes = WorkerProcesses(["actor"], [], [], failure_grace_s=0.0, limits=CallLimits(0.05))
     processes.limits.record("actor", "finish_saving", 0.001)
     call = _Slow(processes, "actor", "finish_saving", {0: None})  # type: ignore[dict-item]
     assert processes.limits.limit("actor", "finish_saving").hung_s == 0.05
