@@ -65,6 +65,8 @@ class ConversationDataset(ExampleDataset[Conversation]):
                 raise
             except ValueError as error:  # ChatTemplateError: says what the template refuses
                 raise DataError(str(error)) from error
+        if not any(any(row.mask) for row in rows):
+            raise DataError("every message of the assistant has weight 0; one must be trained.")
         kept = tuple(row for row in (self._fitted(row) for row in rows) if any(row.mask))
         if not kept:
             raise TooLong(

@@ -116,6 +116,29 @@ def test_tools_are_shown_and_an_answer_of_weight_0_is_only_read() -> None:
     assert trained_text("qwen2.5", row) == "It says 7.<|im_end|>"
 
 
+def test_calls_and_schemas_of_a_parquet_file_have_the_keys_that_were_written(tmp_path: Path) -> None:
+    """Arrow gives each call the arguments of all calls, and each schema the parameters of all."""
+
+    def row(name: str, key: str) -> dict[str, Any]:
+        call = {"role": "assistant", "content": "", "tool_calls": [_call(name, {key: "1"})]}
+        parameters = {"type": "object", "properties": {key: {"type": "string"}}}
+        tool = {"type": "function", "function": {"name": name, "description": "", "parameters": parameters}}
+        return {"messages": [*TALK[:2], call], "tools": [tool]}
+
+    rows = [row("weather", "city"), row("sum", "terms")]
+    tokenizer, config = family_tokenizer("qwen2.5"), DataConfig(max_length=4096)
+    files = [str(write_rows(rows, tmp_path / f"rows{ending}")) for ending in (".jsonl", ".parquet")]
+    written, arrow = (
+        ConversationDataset([file], tokenizer, ChatRenderer(tokenizer), config, sft=SFTConfig()) for file in files
+    )
+    assert [written[number] for number in range(2)] == [arrow[number] for number in range(2)]
+    assert "city" not in tokenizer.decode(arrow[1][0].ids)
+
+
+def _call(name: str, arguments: dict[str, str]) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
 def test_a_template_that_shows_no_tools_is_noticed() -> None:
     row = {"messages": TALK, "tools": [_TOOL]}
     assert opened([row, row]).hides_tools is False
@@ -132,6 +155,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no answer": ({"messages": TALK[:2]}, "one of the assistant is what is trained"),
     "no user": ({"messages": TALK[2:]}, "it begins with the assistant; put a message of the user"),
     "empty": ({"messages": None}, "only empty columns"),
+    "nothing to train": ({"messages": [*TALK[:2], {**TALK[2], "weight": 0}]}, "message of the assistant has weight 0"),
     "a string": ({"messages": "hi"}, "must be a list of messages"),
     "no role": ({"messages": [{"content": "hi"}]}, "must be a list of messages"),
     "tools": ({"messages": TALK, "tools": "{"}, "tools is not JSON"),
