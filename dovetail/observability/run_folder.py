@@ -49,6 +49,7 @@ CONFIG, PLAN, TEMPLATE_AUDIT = "config.yaml", "plan.json", "chat_template.json"
 _BEFORE, _UNTIL = "before_", "config_until_step_"
 AnswerKind = Literal["rollouts", "validation"]
 _STEP_FILE = re.compile(r"step_(\d+)\.")
+_UNTIL_FILE = re.compile(rf"{_UNTIL}(\d+)\.yaml")
 
 
 class RunFolder:
@@ -102,6 +103,15 @@ class RunFolder:
         import yaml
 
         self._write_anew(CONFIG, yaml.safe_dump(dict(values), sort_keys=False, allow_unicode=True))
+
+    def config_of(self, step: int) -> Path:
+        """The configuration that the run had when it saved the checkpoint of `step`."""
+        ends = [int(match[1]) for file in self.path.iterdir() if (match := _UNTIL_FILE.fullmatch(file.name))]
+        if later := [end for end in ends if end >= step]:
+            return self.path / f"{_UNTIL}{min(later)}.yaml"
+        # An attempt that never came to its first step, or one that is starting, has written the newest one.
+        before = self.path / f"{_BEFORE}{CONFIG}"
+        return before if before.exists() else self.path / CONFIG
 
     def write_plan(self, plan: Mapping[str, Any]) -> None:
         """The plan as JSON; give `plan.to_dict()`."""

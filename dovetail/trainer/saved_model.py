@@ -17,7 +17,7 @@ from dovetail.config.plan import read_shapes
 from dovetail.config.root import DovetailConfig
 from dovetail.config.tree import leaves
 from dovetail.models.errors import ModelError
-from dovetail.observability.run_folder import CONFIG
+from dovetail.observability.run_folder import CONFIG, RunFolder
 
 _WITHOUT_TRAINING = (
     "trainer.method=rl",
@@ -121,7 +121,9 @@ def checkpoint_folder(given: Path) -> Path:
 
 def run_config_file(checkpoint: Path) -> Path:
     """The configuration of the run that wrote `checkpoint`."""
-    file = checkpoint.resolve().parent / CONFIG
+    folder = checkpoint.resolve()
+    step = folder.name.rpartition("_")[2]
+    file = RunFolder(folder.parent).config_of(int(step)) if step.isdecimal() else folder.parent / CONFIG
     if not file.is_file():
         raise FileNotFoundError(f"{file} is missing: it says which model {checkpoint} belongs to; keep it beside it.")
     return file

@@ -130,6 +130,7 @@ def test_a_resume_with_other_settings_shows_them_and_keeps_the_earlier_configura
     folder.resume(1)
     assert "changed" not in folder.read_events()[-1], "nothing is said of a run that is merely continued"
     _attempt(folder, {"actor": {"lr": 5.0, "n": 4}})  # an attempt that fails before its first step
+    assert "lr: 1.0e-06" in folder.config_of(1).read_text(), "that of the checkpoint, not of the attempt that failed"
     _attempt(folder, {"actor": {"lr": 2e-6, "n": 4}, "env": {"api_key": "two"}})
     folder.resume(1)
     assert "actor.lr: 1e-06 -> 2e-06" in caplog.text
@@ -141,6 +142,7 @@ def test_a_resume_with_other_settings_shows_them_and_keeps_the_earlier_configura
     kept = [(tmp_path / f"config_until_step_1{number}.yaml").read_text() for number in ("", "_2")]
     assert ["lr: 1.0e-06" in kept[0], "lr: 2.0e-06" in kept[1]] == [True, True]
     assert not list(tmp_path.glob("before_*"))
+    assert ["lr: 1.0e-06" in folder.config_of(1).read_text(), folder.config_of(2).name] == [True, "config.yaml"]
     _attempt(folder, {"actor": {"lr": 4e-6}})
     folder.start()
     assert {"config.yaml", "config_until_step_1.yaml"} <= set(os.listdir(tmp_path / "previous_1"))
