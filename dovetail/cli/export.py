@@ -177,8 +177,11 @@ def _megatron_backend(config: DovetailConfig, folder: Path) -> TrainBackend:
 
 
 def _run_config(folder: Path, model: str | None) -> DovetailConfig:
-    overrides = [] if model is None else [override("actor_rollout_ref.model.path", model)]
-    return load_config([run_config_file(folder)], overrides).config
+    config = load_config([file := run_config_file(folder)]).config
+    if model is None:
+        return config
+    key = "critic.model.path" if config.trainer.method == "reward" else "actor_rollout_ref.model.path"
+    return load_config([file], [override(key, model)]).config
 
 
 def _list_checkpoints(run: Path) -> int:

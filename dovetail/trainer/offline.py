@@ -81,6 +81,10 @@ class OfflineTrainer(BaseTrainer[OfflineGroups]):
         """A batch of the data set `train` or `val`, with what the loss reads beside its rows."""
         return batch
 
+    def _trained_rows(self, batch: DataProto) -> DataProto:
+        """The rows of a batch that the loss is of."""
+        return batch
+
     def _validate(self) -> Metrics:
         """The loss, and its metrics, of the validation data; empty without `data.val_files`."""
         if self.val_loader is None:
@@ -110,10 +114,10 @@ class OfflineTrainer(BaseTrainer[OfflineGroups]):
         return batch.select_idxs(rows).union(DataProto.from_dict({IS_PADDING: padding}))
 
     def _report(self, batch: DataProto, metrics: Metrics) -> None:
-        lengths = batch.tensors["attention_mask"].sum(dim=1)
-        tokens, trained = int(lengths.sum()), int(batch.tensors["loss_mask"].sum())
+        tokens, rows = int(batch.tensors["attention_mask"].sum()), self._trained_rows(batch)
+        lengths, trained = rows.tensors["attention_mask"].sum(dim=1), int(rows.tensors["loss_mask"].sum())
         seconds = self.timers.seconds()
-        metrics |= {"train/trained_tokens": float(trained), "train/rows": float(len(batch))}
+        metrics |= {"train/trained_tokens": float(trained), "train/rows": float(len(rows))}
         metrics |= timing_metrics(seconds, tokens, 0)
         metrics |= throughput_metrics(seconds["step"], tokens, self.config.trainer.world_size)
         metrics |= memory_metrics(metrics)

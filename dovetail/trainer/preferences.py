@@ -35,6 +35,10 @@ class PreferenceTrainer(OfflineTrainer):
     def _prepared(self, batch: DataProto, name: str) -> DataProto:
         return batch if self._reference is None else self._reference.add_to(batch, name)
 
+    def _trained_rows(self, batch: DataProto) -> DataProto:
+        # Of a loss with a baseline, the second row of an example is only read for that.
+        return batch if policy_loss(self.config).baseline is None else batch.select_idxs(list(range(0, len(batch), 2)))
+
 
 class DPOMethod(OfflineMethod):
     """Preferences for a policy."""

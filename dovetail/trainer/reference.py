@@ -42,7 +42,8 @@ class ReferenceLogProbs:
         self._tables: dict[str, Tensor] = {}
 
     def prepare(self, compute: Compute, *, resumes: bool) -> None:
-        """Read the file, or compute the log-probs and write it. A run that resumes refuses a file that does not fit."""
+        """Read the file, and compute and write what it lacks: all, or a validation set that the run has only now. A run
+        that resumes refuses a file that does not fit."""
         if self._file.exists():
             try:
                 self._tables = self._read()
@@ -51,9 +52,11 @@ class ReferenceLogProbs:
                 if resumes:
                     raise
                 logger.warning("%s They are computed anew.", error)
-            else:
-                return
-        for name, dataset in self._datasets.items():
+                self._tables = {}
+        missing = {name: dataset for name, dataset in self._datasets.items() if name not in self._tables}
+        if not missing:
+            return
+        for name, dataset in missing.items():
             parts = [
                 compute(dataset.batch(np.arange(start, min(start + _AT_A_TIME, len(dataset)))))
                 for start in range(0, len(dataset), _AT_A_TIME)
@@ -75,12 +78,12 @@ class ReferenceLogProbs:
         try:
             with safe_open(self._file, framework="pt") as stored:
                 facts = stored.metadata() or {}
-                tables = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118  not a dict
+                tables = {name: stored.get_tensor(name) for name in self._datasets if f"{name}_data" in facts}
         except (SafetensorError, OSError) as error:
             raise self._refusal(f"it cannot be read ({error})") from error
         for name, value in self._facts.items():
-            if facts.get(name) != value:
-                was = facts.get(name)
+            was = facts.get(name)
+            if was != value and (was is not None or name != "val_data"):
                 raise self._refusal(f"it was computed with other {name.replace('_', ' ')} ({was}, now {value})")
         return tables
 

@@ -85,6 +85,8 @@ def test_every_other_loss_trains_and_only_some_keep_a_reference(
     assert rows[-1]["val/loss"] < rows[0]["val/loss"]
     assert rows[-1]["val/rewards/margins"] > rows[0]["val/rewards/margins"]
     assert (result.folder / FILE).exists() == (loss_type in ("ipo", "kto"))
+    # A batch of 5 pairs, or of 5 responses: those to other prompts, from which KTO's baseline comes, are not trained.
+    assert rows[-1]["train/rows"] == (5 if loss_type == "kto" else 10)
 
 
 def test_the_size_of_validation_batches_does_not_change_ktos_validation(toy: Toy, pairs: Path, tmp_path: Path) -> None:
@@ -115,6 +117,14 @@ def test_with_lora_the_reference_is_the_model_without_adapters(toy: Toy, pairs: 
     torch.testing.assert_close(*tables)
     assert tables[0].shape == (12, 2)
     assert rows[-1]["train/rewards/margins"] != 0
+
+
+def test_a_resumed_run_may_have_a_validation_set_that_it_had_not(toy: Toy, pairs: Path, tmp_path: Path) -> None:
+    changes = keys(pairs, trainer__total_training_steps=2)
+    train(toy.config(tmp_path / "run", changes | {"data.val_files": []}))
+    _, rows = train(toy.config(tmp_path / "run", changes | {"trainer.total_training_steps": 3}))
+    _, always = train(toy.config(tmp_path / "always", changes | {"trainer.total_training_steps": 3}))
+    assert rows[-1]["val/rewards/margins"] == pytest.approx(always[-1]["val/rewards/margins"], rel=1e-4)
 
 
 def test_a_run_does_not_go_on_with_another_reference_or_other_data(toy: Toy, pairs: Path, tmp_path: Path) -> None:
@@ -254,6 +264,7 @@ def test_a_reward_model_of_adapters_trains_its_head_too_and_is_exported_whole(
     assert not torch.equal(after["model.layers.0.mlp.up_proj.weight"], before["model.layers.0.mlp.up_proj.weight"])
     assert torch.equal(after["model.norm.weight"], before["model.norm.weight"])
     assert main(["export", str(result.folder), str(tmp_path / "adapter"), "--adapter"]) == 2
+    assert main(["export", str(result.folder), str(tmp_path / "moved"), "--model", str(tmp_path / "nowhere")]) == 2
 
 
 @pytest.mark.parametrize(
