@@ -40,6 +40,13 @@ def data_files(data: Data, folder: Path, name: str, *, own_class: bool = False) 
     if not entries or wrong is not None:
         shown = "it is empty" if not entries else f"it holds a {type(wrong).__name__}, {str(wrong)[:60]!r}"
         raise _unusable(name, shown)
+    if hasattr(data, "features"):  # a `datasets.Dataset`, which is an Arrow table: messages and tools lose its nulls
+        from dovetail.data.files import without_nulls
+
+        entries = [
+            {key: without_nulls(value) if isinstance(value, list) else value for key, value in entry.items()}
+            for entry in entries
+        ]
     return str(_write(entries, folder / "data", name))
 
 

@@ -17,7 +17,7 @@ import torch
 from dovetail.config.data import DataConfig
 from dovetail.data.encode import pad_id
 from dovetail.data.errors import DataError, refuse_rows
-from dovetail.data.files import Rows, TableRows, read_rows
+from dovetail.data.files import Rows, TableRows, read_rows, without_nulls
 from dovetail.data.sampler import shuffled
 from dovetail.protocol import DataProto
 
@@ -134,7 +134,7 @@ class ExampleDataset(ABC, Generic[Example]):
                     continue
                 try:
                     row = file[number]
-                    examples = list(self.encode(_without_nulls(row) if isinstance(file, TableRows) else row))
+                    examples = list(self.encode(without_nulls(row) if isinstance(file, TableRows) else row))
                 except DataError as error:
                     if isinstance(error, TooLong) and self.config.filter_overlong_prompts:
                         self.num_too_long += 1
@@ -157,14 +157,6 @@ class ExampleDataset(ABC, Generic[Example]):
             return range(total)
         order = shuffled(total, seed, -1) if self.config.shuffle else np.arange(total)
         return set(order[:max_samples].tolist())
-
-
-def _without_nulls(value: Any) -> Any:
-    """A row of an Arrow table as it was before: Arrow gives every dict the keys of all dicts in its column, so that the
-    arguments of a call, and the schemas of tools, have those of the others with a null."""
-    if isinstance(value, dict):
-        return {key: _without_nulls(entry) for key, entry in value.items() if entry is not None}
-    return [_without_nulls(entry) for entry in value] if isinstance(value, list) else value
 
 
 def pad_rows(rows: Sequence[tuple[Sequence[int], Sequence[int]]], pad_id: int) -> dict[str, torch.Tensor]:

@@ -169,6 +169,14 @@ def read_rows(path: str) -> Rows:
     raise DataError(f"{path} ends in {source.suffix!r}; use .parquet, .jsonl, or a folder of `datasets.save_to_disk`.")
 
 
+def without_nulls(value: Any) -> Any:
+    """A value of an Arrow table as it was before: Arrow gives every dict the keys of all dicts in its column, so that
+    the arguments of a call, and the schemas of tools, have those of the others with a null."""
+    if isinstance(value, dict):
+        return {key: without_nulls(entry) for key, entry in value.items() if entry is not None}
+    return [without_nulls(entry) for entry in value] if isinstance(value, list) else value
+
+
 def read_columns(path: str) -> tuple[str, ...]:
     """The columns of a file, without reading its rows; of JSON lines those of the first. Empty without rows."""
     source = Path(path).expanduser()

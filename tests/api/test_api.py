@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -141,10 +142,26 @@ def test_functions_are_found_by_module_and_others_are_pickled(model: str, tmp_pa
 
 
 class Table:
-    """As much of `datasets.Dataset` as is used: iterates over rows."""
+    """As much of `datasets.Dataset` as is used: iterates over rows, whose dicts have the keys of all rows."""
+
+    features = ("prompt", "answer")
+
+    def __init__(self, rows: Any = ROWS) -> None:
+        self._rows = rows
 
     def __iter__(self) -> Any:
-        return iter(ROWS)
+        return iter(self._rows)
+
+
+def test_messages_of_a_data_set_lose_the_keys_of_other_rows_and_other_columns_keep_them(
+    model: str, tmp_path: Path
+) -> None:
+    call = {"function": {"name": "weather", "arguments": {"city": "Oslo", "terms": None}}}
+    row = {"messages": [{"role": "assistant", "content": None, "tool_calls": [call]}], "extra_info": {"level": None}}
+    config = dovetail.SFT(model, Table([row]), output=tmp_path, steps=1).config
+    written = json.loads(Path(config.data.train_paths[0]).read_text())
+    assert written["messages"][0]["tool_calls"][0]["function"]["arguments"] == {"city": "Oslo"}
+    assert written["extra_info"] == {"level": None}
 
 
 @pytest.mark.parametrize("data", [ROWS, tuple(ROWS), Table()], ids=["list", "tuple", "dataset"])
