@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 
 from dovetail.data.errors import DataError
+from dovetail.data.files import without_nulls
 
 Truncation = Literal["error", "left", "right", "middle"]
 Messages = list[dict[str, Any]]
@@ -43,8 +44,8 @@ class PromptEncoder:
                 f"{where}: the prompt is a chat, but the tokenizer has no chat template; set "
                 "actor_rollout_ref.model.custom_chat_template, or give prompts as plain text."
             )
-        # Arrow gives every message all keys of all messages; templates take a None for a value.
-        return [{key: value for key, value in message.items() if value is not None} for message in prompt]
+        # Templates take a None for a value.
+        return [without_nulls(dict(message)) for message in prompt]
 
     def render(self, messages: Messages | str, where: str) -> str:
         """The prompt's text as the model will see it."""

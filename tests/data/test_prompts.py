@@ -15,7 +15,7 @@ import torch
 
 from dovetail.config import DovetailConfig
 from dovetail.data.build import build_train_loader
-from dovetail.data.encode import truncate
+from dovetail.data.encode import PromptEncoder, truncate
 from dovetail.data.errors import DataError
 from dovetail.data.files import write_rows
 from dovetail.protocol import validate_stage
@@ -98,6 +98,15 @@ def test_template_arguments_and_tools_reach_the_template(tmp_path: Path) -> None
         return_full_prompt=True,
     )
     assert made[0]["full_prompts"] == "off|calc|toy 0 xxxx"
+
+
+def test_calls_in_a_prompt_have_only_their_own_arguments() -> None:
+    """Arrow gives each call the arguments of all calls."""
+    call = {"function": {"name": "weather", "arguments": {"city": "Oslo", "terms": None}}, "id": None}
+    encoder = PromptEncoder(tiny_tokenizer(), {})
+    (message,) = encoder.messages([{"role": "assistant", "content": None, "tool_calls": [call]}], "row 0")
+    own = {"function": {"name": "weather", "arguments": {"city": "Oslo"}}}
+    assert message == {"role": "assistant", "tool_calls": [own]}
 
 
 def test_truncation_cuts_where_it_says() -> None:
