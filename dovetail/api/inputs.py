@@ -29,7 +29,7 @@ def data_files(data: Data, folder: Path, name: str, *, own_class: bool = False) 
         data = to_dict("records")
     if isinstance(data, Mapping) or not (hasattr(data, "__iter__") or hasattr(data, "__getitem__")):
         raise _unusable(name, f"it is a {type(data).__name__}")
-    entries = list(data)
+    entries: list[Any] = list(data)
     if entries and all(isinstance(entry, str | Path) for entry in entries):
         paths = [str(entry) for entry in entries]
         text = next((path for path in paths if not _names_a_file(path)), None)
