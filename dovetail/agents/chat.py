@@ -198,7 +198,10 @@ class ChatRenderer:
                 raise ChatTemplateError(f"the template rewrites the prompt of an answer: {_difference(prompt, full)}")
             return self._encode(content + stop)
         rest, text = full[len(prompt) :], content.strip()
-        after = rest.rfind(text) + len(text) if text in rest and text else 0
+        # Up to the last stop token: the text may be a part of one, as "end" is.
+        last = max((rest.rfind(token) for token in self._stops), default=-1)
+        end = rest if last < 0 or text not in rest[:last] else rest[:last]
+        after = end.rfind(text) + len(text) if text in end and text else 0
         ends = [end + len(token) for token in self._stops if (end := rest.find(token, after)) >= 0]
         # Some families end an answer with what begins the next message, which is not there yet.
         return self._encode(rest[: min(ends)] if ends else rest + stop)

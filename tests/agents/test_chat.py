@@ -310,6 +310,18 @@ def test_an_answer_to_train_on_holds_its_text_and_one_stop_token(family: str) ->
     assert tokenizer.decode(ids).count("quartz") == 1
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_answer_that_is_a_part_of_a_stop_token_ends_as_any_other(family: str) -> None:
+    chat, tokenizer = renderer(family), family_tokenizer(family)
+
+    def answer(text: str) -> str:
+        ids = chat.answer([{"role": "user", "content": "Say it."}, {"role": "assistant", "content": text}])
+        return tokenizer.decode(ids)
+
+    for text in ("n", "e", "i", "s", "_", "d", "id", "of", "end", "turn", "im_end", "return", "text", "eot"):
+        assert answer(text) == answer("quartz").replace("quartz", text)
+
+
 @pytest.mark.parametrize("family", ["smollm2", "qwen2.5", "llama3", "gemma", "qwen3"])
 def test_prompt_and_answer_are_the_templates_own_rendering(family: str) -> None:
     chat, tokenizer = renderer(family), family_tokenizer(family)
