@@ -25,7 +25,8 @@ def data_files(data: Data, folder: Path, name: str, *, own_class: bool = False) 
     if isinstance(data, str | Path):
         return str(data)
     to_dict = getattr(data, "to_dict", None)
-    if hasattr(data, "iterrows") and callable(to_dict):  # pandas
+    is_frame = hasattr(data, "iterrows") and callable(to_dict)  # of pandas
+    if is_frame:
         data = to_dict("records")
     if isinstance(data, Mapping) or not (hasattr(data, "__iter__") or hasattr(data, "__getitem__")):
         raise _unusable(name, f"it is a {type(data).__name__}")
@@ -40,7 +41,10 @@ def data_files(data: Data, folder: Path, name: str, *, own_class: bool = False) 
     if not entries or wrong is not None:
         shown = "it is empty" if not entries else f"it holds a {type(wrong).__name__}, {str(wrong)[:60]!r}"
         raise _unusable(name, shown)
-    if hasattr(data, "features"):  # a `datasets.Dataset`, which is an Arrow table: messages and tools lose its nulls
+    entries = [_plain(entry) for entry in entries]
+    if is_frame:  # what is missing is no number
+        entries = [{key: None if value != value else value for key, value in entry.items()} for entry in entries]
+    if is_frame or hasattr(data, "features"):  # a `datasets.Dataset`: messages and tools lose the nulls of Arrow tables
         from dovetail.data.files import without_nulls
 
         entries = [
@@ -75,6 +79,14 @@ def parameters(reward: Reward) -> list[str]:
         return list(inspect.signature(reward).parameters)
     except ValueError:
         return []
+
+
+def _plain(value: Any) -> Any:
+    """numpy's arrays and numbers, which the cells of a frame may be, as lists and numbers."""
+    value = value.tolist() if hasattr(value, "tolist") else value
+    if isinstance(value, Mapping):
+        return {key: _plain(entry) for key, entry in value.items()}
+    return [_plain(entry) for entry in value] if isinstance(value, list) else value
 
 
 def _names_a_file(path: str) -> bool:

@@ -164,6 +164,24 @@ def test_messages_of_a_data_set_lose_the_keys_of_other_rows_and_other_columns_ke
     assert written["extra_info"] == {"level": None}
 
 
+class Frame(Table):
+    """As much of `pandas.DataFrame` as is used; cells as `read_parquet` gives them."""
+
+    iterrows = None
+
+    def to_dict(self, orient: str) -> Any:
+        assert orient == "records"
+        return self._rows
+
+
+def test_cells_of_a_frame_may_be_arrays_or_missing(model: str, tmp_path: Path) -> None:
+    message = {"role": "assistant", "content": "It rains.", "tool_calls": None}
+    row = {"messages": np.array([message], dtype=object), "weight": np.float32(0.5), "note": float("nan")}
+    config = dovetail.SFT(model, Frame([row]), output=tmp_path, steps=1).config
+    written = json.loads(Path(config.data.train_paths[0]).read_text())
+    assert written == {"messages": [{"role": "assistant", "content": "It rains."}], "weight": 0.5, "note": None}
+
+
 @pytest.mark.parametrize("data", [ROWS, tuple(ROWS), Table()], ids=["list", "tuple", "dataset"])
 def test_rows_of_any_kind_are_written_to_the_run_folder(model: str, tmp_path: Path, data: Any) -> None:
     config = dovetail.GRPO(model, data, ascii_share, output=tmp_path).config
