@@ -41,16 +41,8 @@ def data_files(data: Data, folder: Path, name: str, *, own_class: bool = False) 
     if not entries or wrong is not None:
         shown = "it is empty" if not entries else f"it holds a {type(wrong).__name__}, {str(wrong)[:60]!r}"
         raise _unusable(name, shown)
-    entries = [_plain(entry) for entry in entries]
-    if is_frame:  # what is missing is no number
-        entries = [{key: None if value != value else value for key, value in entry.items()} for entry in entries]
-    if is_frame or hasattr(data, "features"):  # a `datasets.Dataset`: messages and tools lose the nulls of Arrow tables
-        from dovetail.data.files import without_nulls
-
-        entries = [
-            {key: without_nulls(value) if isinstance(value, list) else value for key, value in entry.items()}
-            for entry in entries
-        ]
+    if is_frame or hasattr(data, "features"):  # `datasets.Dataset`
+        entries = [{key: _cell(value) for key, value in entry.items()} for entry in entries]
     return str(_write(entries, folder / "data", name))
 
 
@@ -81,12 +73,14 @@ def parameters(reward: Reward) -> list[str]:
         return []
 
 
-def _plain(value: Any) -> Any:
-    """numpy's arrays and numbers, which the cells of a frame may be, as lists and numbers."""
+def _cell(value: Any) -> Any:
+    """As it was before it was in a table: pandas has NaN for what is missing, Arrow gives messages and tools nulls."""
+    from dovetail.data.files import without_nulls
+
     value = value.tolist() if hasattr(value, "tolist") else value
-    if isinstance(value, Mapping):
-        return {key: _plain(entry) for key, entry in value.items()}
-    return [_plain(entry) for entry in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return without_nulls(value)
+    return None if value != value else value
 
 
 def _names_a_file(path: str) -> bool:

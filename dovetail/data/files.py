@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -172,6 +173,7 @@ def read_rows(path: str) -> Rows:
 def without_nulls(value: Any) -> Any:
     """A value of an Arrow table as it was before: Arrow gives every dict the keys of all dicts in its column, so that
     the arguments of a call, and the schemas of tools, have those of the others with a null."""
+    value = value.tolist() if isinstance(value, np.ndarray) else value  # a list in a frame of pandas
     if isinstance(value, dict):
         return {key: without_nulls(entry) for key, entry in value.items() if entry is not None}
     return [without_nulls(entry) for entry in value] if isinstance(value, list) else value
@@ -320,7 +322,8 @@ def write_rows(rows: Sequence[Mapping[str, Any]], path: str | os.PathLike[str]) 
         if target.suffix == ".parquet":
             pq.write_table(_as_table(rows, target), partial)
         elif target.suffix == ".jsonl":
-            partial.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+            lines = (json.dumps(row, ensure_ascii=False, default=_plain) + "\n" for row in rows)
+            partial.write_text("".join(lines), encoding="utf-8")
         else:
             raise DataError(f"{target} ends in {target.suffix!r}; use .parquet or .jsonl.")
         os.replace(partial, target)
@@ -328,6 +331,13 @@ def write_rows(rows: Sequence[Mapping[str, Any]], path: str | os.PathLike[str]) 
         partial.unlink(missing_ok=True)
         raise
     return target
+
+
+def _plain(value: Any) -> Any:
+    """Numbers and arrays of numpy and torch as Python's, for JSON."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"{value!r:.60} is a {type(value).__name__}")
 
 
 def _as_table(rows: Sequence[Mapping[str, Any]], target: Path) -> pa.Table:

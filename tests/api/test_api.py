@@ -175,11 +175,16 @@ class Frame(Table):
 
 
 def test_cells_of_a_frame_may_be_arrays_or_missing(model: str, tmp_path: Path) -> None:
-    message = {"role": "assistant", "content": "It rains.", "tool_calls": None}
+    call = {"function": {"name": "look", "arguments": {"at": np.array(["sky"]), "on": None}}}
+    message = {"role": "assistant", "content": "It rains.", "tool_calls": np.array([call], dtype=object)}
     row = {"messages": np.array([message], dtype=object), "weight": np.float32(0.5), "note": float("nan")}
+    row["extra_info"] = {"index": np.int64(3), "level": None}
     config = dovetail.SFT(model, Frame([row]), output=tmp_path, steps=1).config
     written = json.loads(Path(config.data.train_paths[0]).read_text())
-    assert written == {"messages": [{"role": "assistant", "content": "It rains."}], "weight": 0.5, "note": None}
+    call = {"function": {"name": "look", "arguments": {"at": ["sky"]}}}
+    message = {"role": "assistant", "content": "It rains.", "tool_calls": [call]}
+    info = {"index": 3, "level": None}
+    assert written == {"messages": [message], "weight": 0.5, "note": None, "extra_info": info}
 
 
 @pytest.mark.parametrize("data", [ROWS, tuple(ROWS), Table()], ids=["list", "tuple", "dataset"])
