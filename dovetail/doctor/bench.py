@@ -101,7 +101,7 @@ def bench(config: DovetailConfig, groups: RoleGroups, *, steps: int) -> BenchRes
         share = 1.0
         if config.skips_first_mini_batch:
             first = first_mini_batch(len(batch), policy.dp_size("actor"), mini_batch_rows(config))
-            utilisation.scored_share = share = 1 - mini_batch_rows(config) / len(batch)  # rows are equally long
+            utilisation.unscored, share = first, 1 - mini_batch_rows(config) / len(batch)  # rows are equally long
             with timers("old_log_prob"):
                 batch = batch.union(score_others(batch, first, policy.compute_log_prob).columns)
         elif config.has_log_prob_pass:

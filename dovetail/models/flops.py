@@ -39,8 +39,8 @@ class StepUtilisation:
         self._shapes = read_shapes(config)
         self._peaks: dict[str, float | None] = {}
         self._generated = 0.0
-        self.scored_share = 1.0
-        """Of the step's tokens, those that its pass for old log-probs runs on."""
+        self.unscored: Tensor | None = None
+        """Bool `[rows]`: those of the step that its pass for old log-probs leaves out."""
 
     def ask_peaks(self, trains: WorkerGroup, generates: WorkerGroup | None = None) -> None:
         """The peak of all devices together: configured, published for a GPU, measured on a CPU."""
@@ -64,7 +64,7 @@ class StepUtilisation:
         """The metrics of the step that ends; counting starts again."""
         config, shapes = self._config, self._shapes
         generated, self._generated = self._generated, 0.0
-        scored_share, self.scored_share = self.scored_share, 1.0
+        unscored, self.unscored = self.unscored, None
         metrics: dict[str, float] = {}
         training, generation = self._peaks.get("training"), self._peaks.get("generation")
         # Engines on devices of their own generate all the time; `gen` is then only the wait for groups.
@@ -82,8 +82,8 @@ class StepUtilisation:
                 critic_epochs=config.critic.ppo_epochs,
                 adapters_only=config.actor_rollout_ref.model.uses_lora,
                 shares_prompts=config.actor_rollout_ref.actor.use_prefix_grouper,
+                unscored=unscored,
             )
-            flops["old_log_prob"] *= scored_share
             if config.algorithm.rollout_correction.bypass_mode:
                 flops.pop("old_log_prob", None)  # the engine's log-probs are copied
             if config.teacher_devices:
@@ -148,24 +148,29 @@ def pass_flops(
     critic_epochs: int,
     adapters_only: bool,
     shares_prompts: bool = False,
+    unscored: Tensor | None = None,
 ) -> dict[str, float]:
     """FLOPs of every phase that runs a model over `batch`, by phase. A backward pass costs two forward passes.
 
     Frozen weights need no gradient of their own: with adapters a backward pass costs one. `shares_prompts`: the policy
-    and its reference compute a prompt once for all its responses.
+    and its reference compute a prompt once for all its responses. `unscored` are the rows that the pass for old
+    log-probs leaves out.
     """
-    prompts, responses = _lengths(batch)
-    lengths, num_responses = (prompts + responses).tolist(), int(responses.sum())
-    again = _prompts_seen_again(batch) if shares_prompts else []
-    forward = forward_flops(policy, lengths, num_responses) - forward_flops(policy, again, 0)
-    reference = policy if teacher is None else teacher
+
+    def forward(shape: ModelShape, rows: DataProto) -> float:
+        prompts, responses = _lengths(rows)
+        flops = forward_flops(shape, (prompts + responses).tolist(), int(responses.sum()))
+        return flops - (forward_flops(shape, _prompts_seen_again(rows), 0) if shares_prompts else 0.0)
+
+    whole = forward(policy, batch)
     flops = {
-        "old_log_prob": forward,
-        "ref": forward_flops(reference, lengths, num_responses) - forward_flops(reference, again, 0),
-        "update_actor": forward * (2 if adapters_only else 3) * actor_epochs,
+        "old_log_prob": whole if unscored is None else forward(policy, batch.select_idxs(~unscored)),
+        "ref": whole if teacher is None else forward(teacher, batch),
+        "update_actor": whole * (2 if adapters_only else 3) * actor_epochs,
     }
     if critic is not None:
-        value = forward_flops(critic, lengths, 0)
+        prompts, responses = _lengths(batch)
+        value = forward_flops(critic, (prompts + responses).tolist(), 0)
         flops |= {"values": value, "update_critic": 3 * value * critic_epochs}
     return flops
 

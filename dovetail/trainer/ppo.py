@@ -359,8 +359,7 @@ class RayPPOTrainer(BaseTrainer[RoleGroups]):
         if self.config.skips_first_mini_batch:
             sizes, ranks, is_even = self._mini_batches(batch, order, "actor")
             if is_even and len(sizes) > 1:  # else rows are laid out anew for the update, with padding
-                first = first_mini_batch(len(batch), ranks, sizes[0])
-                self.utilisation.scored_share = 1.0 - token_counts(batch.select_idxs(first))[0] / token_counts(batch)[0]
+                self.utilisation.unscored = first = first_mini_batch(len(batch), ranks, sizes[0])
                 return batch, score_others(batch, first, score)
         return batch.union(score(batch)), None
 

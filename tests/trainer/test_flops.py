@@ -72,6 +72,12 @@ def test_updates_are_three_passes_and_a_prompt_is_read_once_by_the_engine(folder
     with_adapters = pass_flops(batch, policy=shape, critic=None, actor_epochs=1, critic_epochs=1, adapters_only=True)
     assert with_adapters["update_actor"] == 2 * forward
     assert "values" not in with_adapters
+    others = pass_flops(
+        batch, policy=shape, critic=None, actor_epochs=1, critic_epochs=1, adapters_only=False, shares_prompts=True,
+        unscored=torch.tensor([False, False, True]),
+    )  # fmt: skip
+    assert others["old_log_prob"] == forward_flops(shape, [9, 6], 7) - forward_flops(shape, [4], 0)
+    assert others["ref"] == others["update_actor"] / 3 == forward - forward_flops(shape, [4], 0)
     assert generation_flops(shape, batch) == pytest.approx(forward - forward_flops(shape, [4], 0))
 
 
@@ -120,6 +126,7 @@ def test_a_run_reports_the_share_of_the_peak_it_reached(toy: Toy, tmp_path: Path
     keys = {
         "algorithm.adv_estimator": "gae",
         "actor_rollout_ref.actor.use_kl_loss": True,
+        "actor_rollout_ref.actor.shuffle": True,  # the pass for old log-probs runs on all rows
         "trainer.device_peak_tflops": 2.0,
         "trainer.total_training_steps": 2,
     }
@@ -129,7 +136,6 @@ def test_a_run_reports_the_share_of_the_peak_it_reached(toy: Toy, tmp_path: Path
         assert names <= row.keys()
         assert all(0 < row[name] < 1 for name in names)
         assert row["perf/peak_tflops"] == 2.0
-        # An update is three passes, the pass for old log-probs half of one: the second of two mini-batches. The same
-        # count, told by two clocks; 2%: the halves differ in tokens, and the vocabulary's head reads responses alone.
+        # An update is three passes, the pass for old log-probs one: the same count, told by two clocks.
         actor = row["perf/mfu/actor"] * row["timing_s/update_actor"]
-        assert actor == pytest.approx(6 * row["perf/mfu/actor_infer"] * row["timing_s/old_log_prob"], rel=0.02)
+        assert actor == pytest.approx(3 * row["perf/mfu/actor_infer"] * row["timing_s/old_log_prob"])
