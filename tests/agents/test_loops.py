@@ -109,6 +109,7 @@ def test_calls_run_until_a_turn_has_none() -> None:
     assert [message["content"] for message in result.messages if message["role"] == "tool"] == ["A", "B", "C"]
     assert [reward for _, reward in result.segments[0].turn_rewards] == [0.25, 0.5]
     assert result.num_turns == 3
+    assert [event["kind"] for event in result.events].count("tool") == 3
 
 
 def test_an_environment_answers_turns_without_calls_until_it_is_done() -> None:
