@@ -170,12 +170,11 @@ class Session:
         tools: Sequence[dict[str, Any]] | None = None,
         max_new_tokens: int | None = None,
         stop: Sequence[str] = (),
-        **sampling: Any,
     ) -> Turn:
         """The model's next turn in this conversation. `messages` are all of it; append `turn.message` to go on.
 
-        A turn ends before any of the texts in `stop`. `sampling` are fields of `SamplingParams` to change for this
-        turn. Raises `TrajectoryEnd` when no room is left.
+        A turn ends before any of the texts in `stop`. It is sampled with the run's settings, with which the trainer
+        computes its log-probs. Raises `TrajectoryEnd` when no room is left.
         """
         if self._is_over:
             raise asyncio.CancelledError("the trajectory is over")
@@ -183,7 +182,7 @@ class Session:
             raise TrajectoryEnd("max_turns")
         node = self._next_node(messages, list(tools or []))
         if node.finish_reason == "running":
-            await self._sample(node, max_new_tokens, sampling)
+            await self._sample(node, max_new_tokens)
         if stop:  # also of a recorded turn, which may have been recorded before it was cut
             node.keep(self._settings.renderer.tokens_before(node.token_ids, stop))
         self._nodes[node.number] = node
@@ -306,7 +305,7 @@ class Session:
                 best = node
         return best
 
-    async def _sample(self, node: _Node, max_new_tokens: int | None, sampling: Mapping[str, Any]) -> None:
+    async def _sample(self, node: _Node, max_new_tokens: int | None) -> None:
         path = [*self._path(node.parent), node]
         ids = [token for each in path for token in (*each.observed, *each.token_ids)]
         room = self._settings.response_length - max(0, len(ids) - self._prompt_length(path[0]))
@@ -320,7 +319,7 @@ class Session:
         request = GenerationRequest(
             self._request_id(node),
             ids,
-            replace(self._sampling, max_new_tokens=room, seed=node.seed, **sampling),
+            replace(self._sampling, max_new_tokens=room, seed=node.seed),
             sample_index=self._sample_index,
             session=self.name,
         )

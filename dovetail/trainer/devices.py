@@ -24,13 +24,16 @@ _SLOW = 20.0
 """Times. With units for it bfloat16 is as fast as float32 or faster; emulated it is hundreds of times slower."""
 
 
-def start_cluster(config: DovetailConfig) -> bool:
-    """Start a local Ray or join the cluster; returns whether workers get a GPU each."""
+def start_cluster(config: DovetailConfig, *, generates: bool = True) -> bool:
+    """Start a local Ray or join the cluster; returns whether workers get a GPU each.
+
+    A replay does not generate: engines with devices of their own need none.
+    """
     arguments = config.ray_init.init_arguments
     if joins_cluster(config):
         start_ray(**arguments)
-        return _cluster_has_gpus(config)
-    use_gpu = refuse_missing_devices(config)
+        return _cluster_has_gpus(config, generates=generates)
+    use_gpu = refuse_missing_devices(config, generates=generates)
     if use_gpu:
         arguments.setdefault("num_gpus", _num_local_gpus())
     # A local Ray counts slots, not cores: every worker process needs one, and two are left for Ray's own helpers.
@@ -40,10 +43,11 @@ def start_cluster(config: DovetailConfig) -> bool:
     return use_gpu
 
 
-def refuse_missing_devices(config: DovetailConfig) -> bool:
+def refuse_missing_devices(config: DovetailConfig, *, generates: bool = True) -> bool:
     """Raise for nodes and GPUs that this machine has not, where no cluster is joined; returns `uses_gpu`."""
-    nodes = {"trainer": config.trainer.nnodes, "actor_rollout_ref.rollout": config.actor_rollout_ref.rollout.nnodes}
-    nodes |= {"distill.teacher": config.distill.teacher.nnodes}
+    nodes = {"trainer": config.trainer.nnodes, "distill.teacher": config.distill.teacher.nnodes}
+    if generates:
+        nodes["actor_rollout_ref.rollout"] = config.actor_rollout_ref.rollout.nnodes
     for section, count in nodes.items():
         if count > 1:
             raise _refused(
@@ -57,7 +61,8 @@ def refuse_missing_devices(config: DovetailConfig) -> bool:
     use_gpu = uses_gpu(config)
     if use_gpu:
         given = config.ray_init.init_arguments.get("num_gpus")
-        _check_enough_gpus(config, _num_local_gpus() if given is None else given, "this machine shows")
+        shown = _num_local_gpus() if given is None else given
+        _check_enough_gpus(config, shown, "this machine shows", generates=generates)
     return use_gpu
 
 
@@ -111,23 +116,24 @@ def _bfloat16_against_float32() -> float:
     return seconds[torch.bfloat16] / seconds[torch.float32]
 
 
-def _cluster_has_gpus(config: DovetailConfig) -> bool:
+def _cluster_has_gpus(config: DovetailConfig, *, generates: bool) -> bool:
     import ray
 
     device = config.trainer.device
     num_gpus = ray.cluster_resources().get("GPU", 0) if device in ("auto", "cuda") else 0
     if num_gpus or device == "cuda":
-        _check_enough_gpus(config, num_gpus, "the cluster has")
+        _check_enough_gpus(config, num_gpus, "the cluster has", generates=generates)
     return num_gpus > 0
 
 
-def _check_enough_gpus(config: DovetailConfig, num_gpus: float, who_has: str) -> None:
-    needed = config.num_devices
+def _check_enough_gpus(config: DovetailConfig, num_gpus: float, who_has: str, *, generates: bool) -> None:
+    for_engines = config.actor_rollout_ref.rollout.own_devices if generates else 0
+    needed = config.trainer.world_size + for_engines + config.teacher_devices
     if num_gpus < needed:
         raise _refused(
             "trainer.n_gpus_per_node",
             f"the run needs {needed} GPUs (trainer.nnodes={config.trainer.nnodes} x trainer.n_gpus_per_node="
-            f"{config.trainer.n_gpus_per_node}, {config.actor_rollout_ref.rollout.own_devices} for engines alone, "
+            f"{config.trainer.n_gpus_per_node}, {for_engines} for engines alone, "
             f"{config.teacher_devices} for a teacher alone), "
             f"but {who_has} {num_gpus:g}. Lower trainer.n_gpus_per_node, add nodes, or set trainer.device=cpu.",
         )

@@ -87,7 +87,7 @@ def run_training(
     findings = [*check_config(config, shapes.policy), *unsupported_in_runs(config), *missing_inputs(config)]
     refuse_errors(findings)
     if use_ray and not joins_cluster(config):
-        refuse_missing_devices(config)
+        refuse_missing_devices(config, generates=recording is None)
     on_checked()
     for finding in findings:
         logger.warning("%s", finding)
@@ -125,7 +125,7 @@ def run_training(
         if use_ray and not ray_runs_here():  # one that its process had started before is not the run's
             open_things.callback(stop_ray)
         with timers("start_cluster"):
-            use_gpu = start_cluster(config) if use_ray else uses_gpu(config)
+            use_gpu = start_cluster(config, generates=recording is None) if use_ray else uses_gpu(config)
         if not use_gpu:
             warn_of_slow_bfloat16(config)
         method.cluster_started(use_gpu=use_gpu)

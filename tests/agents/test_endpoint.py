@@ -393,9 +393,10 @@ def test_another_key_opens_no_session() -> None:
     asyncio.run(run())
 
 
-def _run(loop: Any, engine: ScriptedEngine, *, seconds: float = 600.0, **limits: Any) -> Trajectory:
+def _run(loop: Any, engine: ScriptedEngine, *, seconds: float = 600.0, text: str = "", **limits: Any) -> Trajectory:
     async def run() -> Trajectory:
-        task = Task(HELLO, {"reward_model": {"ground_truth": "42"}, "index": np.int64(1)}, uid="u")
+        row = {"reward_model": {"ground_truth": "42"}, "index": np.int64(1), "text": text}
+        task = Task(HELLO, row, uid="u")
         settings = CallSettings()
         return await run_trajectory(
             task, loop, engine.session(**limits), FunctionToolbox([]), settings, Deadline(seconds)
@@ -579,6 +580,16 @@ def test_a_program_is_a_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     left = _run(command_agent(f"{sys.executable} -S -E {program}", idle_timeout_s=20.0), ScriptedEngine())
     assert left.outcome == "tool_error"
     assert "has not asked the model for a turn" in left.error
+    program.write_text(_PROGRAM)
+    long = "x" * 140_000  # more than a variable of the environment takes
+    failed = _run(command_agent(f"{sys.executable} -S -E {program}"), ScriptedEngine("four"), text=long)
+    assert failed.outcome == "tool_error"
+    assert "KeyError" in failed.error
+    assert "is on standard input only, too long for DOVETAIL_TASK" in failed.error
+    program.write_text(_PROGRAM.replace('json.loads(os.environ["DOVETAIL_TASK"])', "json.load(sys.stdin)"))
+    for text in (long, ""):
+        read = _run(command_agent(f"{sys.executable} -S -E {program}"), ScriptedEngine("four"), text=text)
+        assert read.reward == 5.0
     absent = _run(command_agent("/nowhere/agent"), ScriptedEngine())
     assert absent.outcome == "infra"
     assert "does not start" in absent.error

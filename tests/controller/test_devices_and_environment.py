@@ -191,6 +191,21 @@ def test_a_local_ray_is_told_of_the_gpus_that_are_there(monkeypatch: pytest.Monk
 
 
 @unit
+def test_a_replay_needs_no_devices_for_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    _without_ray(monkeypatch)
+    _fake_gpus(monkeypatch, 4)
+    monkeypatch.setattr("dovetail.trainer.devices.start_ray", lambda **arguments: None)
+    apart = {"hybrid_engine": False, "rollout": {"nnodes": 2, "n_gpus_per_node": 4}}
+    config = DovetailConfig(trainer={"n_gpus_per_node": 4}, actor_rollout_ref=apart)
+    with pytest.raises(ConfigError, match=r"rollout\.nnodes=2 needs a Ray cluster"):
+        start_cluster(config)
+    assert start_cluster(config, generates=False)
+    _fake_gpus(monkeypatch, 3)
+    with pytest.raises(ConfigError, match=r"needs 4 GPUs .* 0 for engines alone"):
+        start_cluster(config, generates=False)
+
+
+@unit
 def test_a_head_node_without_a_gpu_does_not_make_the_cluster_a_cpu_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     ray = types.ModuleType("ray")
     monkeypatch.setitem(sys.modules, "ray", ray)

@@ -19,6 +19,7 @@ from dovetail.agents.types import InfrastructureError, Task
 
 BlackBox = Callable[[Task, str, str], Awaitable[float | None]]
 _SHOWN_OUTPUT = 2000
+_LONGEST_VARIABLE = 128 * 1024  # bytes of one variable with its name and its end: Linux takes no more
 
 
 def black_box(run: BlackBox, *, idle_timeout_s: float = 600.0) -> AgentLoop:
@@ -32,7 +33,7 @@ def black_box(run: BlackBox, *, idle_timeout_s: float = 600.0) -> AgentLoop:
 
 def command_agent(command: str, *, idle_timeout_s: float = 600.0) -> AgentLoop:
     """A loop from a program. In its environment it finds OPENAI_BASE_URL and OPENAI_API_KEY, the same two of ANTHROPIC,
-    and DOVETAIL_TASK (JSON).
+    and DOVETAIL_TASK: the JSON that is on its standard input too, where a longer task than a variable takes is only.
 
     It may post its reward to DOVETAIL_FINISH_URL. Code 0 is a good end; another one is an error of the agent. What it
     started in its process group is killed when it ends.
@@ -75,6 +76,8 @@ def _plain(value: Any) -> Any:
 
 async def _run_program(command: str, task: Task, opened: OpenSession) -> float | None:
     row: dict[str, Any] = {"messages": task.messages, "row": dict(task.row), "uid": task.uid, "sample": task.sample}
+    sent = json.dumps({**row, "seed": task.seed, "validate": task.validate}, default=_plain)
+    fits = len(f"DOVETAIL_TASK={sent}".encode()) < _LONGEST_VARIABLE
     near = f"{os.environ.get('no_proxy') or os.environ.get('NO_PROXY') or 'localhost'},127.0.0.1"
     environment = {
         **os.environ,
@@ -84,16 +87,18 @@ async def _run_program(command: str, task: Task, opened: OpenSession) -> float |
         "OPENAI_API_KEY": opened.api_key,
         "ANTHROPIC_BASE_URL": opened.url,
         "ANTHROPIC_API_KEY": opened.api_key,
-        "DOVETAIL_TASK": json.dumps({**row, "seed": task.seed, "validate": task.validate}, default=_plain),
         "DOVETAIL_FINISH_URL": f"{opened.url}/finish",
+        **({"DOVETAIL_TASK": sent} if fits else {}),
     }
-    # A file and no pipe: a child that outlives the program would hold a pipe open, and its end would not be seen.
-    with tempfile.TemporaryFile() as output:
+    # Files and no pipes: a child that outlives the program would hold a pipe open, and its end would not be seen.
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as task_file:
+        task_file.write(sent.encode())
+        task_file.seek(0)
         try:
             process = await asyncio.create_subprocess_exec(
                 *shlex.split(command),
                 env=environment,
-                stdin=asyncio.subprocess.DEVNULL,
+                stdin=task_file,
                 stdout=output,
                 stderr=asyncio.subprocess.STDOUT,
                 start_new_session=True,
@@ -109,5 +114,8 @@ async def _run_program(command: str, task: Task, opened: OpenSession) -> float |
         if code != 0:
             output.seek(max(0, os.fstat(output.fileno()).st_size - _SHOWN_OUTPUT))
             tail = output.read(_SHOWN_OUTPUT).decode(errors="replace").strip()
-            raise RuntimeError(f"agent.command ended with code {code}: {tail}")
+            long = (
+                "" if fits else f" Its task of {len(sent)} bytes is on standard input only, too long for DOVETAIL_TASK."
+            )
+            raise RuntimeError(f"agent.command ended with code {code}: {tail}{long}")
     return None
