@@ -67,15 +67,17 @@ def agg_loss(
     dp_size: int = 1,
     batch_num_tokens: int | None = None,
     global_batch_size: int | None = None,
+    row_weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """This shard's share of the aggregated loss, a scalar; 0 when no token is kept.
 
     `counts=None` says that these rows are the whole mini-batch. `loss_scale_factor` is the horizon that
-    `seq-mean-token-sum-norm` divides by; by default the mini-batch's padded response width. The last three are how
-    losses written for verl hand counts on: tokens and sequences of the mini-batch, and a factor of the result.
+    `seq-mean-token-sum-norm` divides by; by default the mini-batch's padded response width. The last four are how
+    losses written for verl hand counts on: a factor of the result, tokens and sequences of the mini-batch, and the
+    rows' weights where they have any.
     """
     if counts is None and batch_num_tokens is not None and global_batch_size is not None:
-        counts = BatchCounts(batch_num_tokens, global_batch_size, global_batch_size, loss_mask.shape[-1])
+        counts = BatchCounts(batch_num_tokens, global_batch_size, global_batch_size, loss_mask.shape[-1], row_weights)
     if dp_size != 1:
         loss_mat = loss_mat * dp_size
     if loss_agg_mode not in LOSS_AGG_MODES:

@@ -29,7 +29,10 @@ def masked_whiten(values: torch.Tensor, mask: torch.Tensor, shift_mean: bool = T
     Positions outside the mask are transformed too, not zeroed: multiply by the mask where that matters.
     """
     mean = masked_mean(values, mask)
-    whitened = (values - mean) * torch.rsqrt(masked_var(values, mask) + 1e-8)
+    centered = values - mean
+    # A second time: of many equal values the first mean is off by a rounding error, which 1e-8 would blow up.
+    centered = centered - masked_mean(centered, mask)
+    whitened = centered * torch.rsqrt(masked_var(centered, mask) + 1e-8)
     return whitened if shift_mean else whitened + mean
 
 

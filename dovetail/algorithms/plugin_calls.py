@@ -68,13 +68,15 @@ class _LossConfig(ConfigView):
     """The actor's section with the counts of the mini-batch, as verl's losses find them."""
 
     def __init__(self, config: ConfigView, counts: BatchCounts, loss_scale_factor: float | None) -> None:
-        info = {
+        info: dict[str, Any] = {
             # Gradients are added up over ranks, not averaged: no factor is wanted.
             "dp_size": 1,
             "batch_num_tokens": counts.num_tokens,
             "global_batch_size": counts.num_sequences,
             "loss_scale_factor": loss_scale_factor or float(max(counts.response_width, 1)),
         }
+        if counts.row_weights is not None:
+            info["row_weights"] = counts.row_weights
         super().__init__(config._section, **{**config._extra, "global_batch_info": info})
         self.was_asked_for_counts = False
 
@@ -89,4 +91,6 @@ def _part(loss_agg_mode: str, local: BatchCounts, total: BatchCounts) -> float:
         return 1.0
     if loss_agg_mode == "token-mean":
         return local.num_tokens / max(total.num_tokens, 1)
+    if loss_agg_mode == "seq-mean-token-mean" and total.row_weights is not None:
+        return float(total.row_weights.sum()) / max(total.num_sequences, 1)
     return local.num_sequences / max(total.num_sequences, 1)

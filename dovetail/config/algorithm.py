@@ -15,6 +15,7 @@ ESTIMATORS_WITH_CRITIC = frozenset({"gae"})
 OPTIMAL_TOKEN_BASELINES = frozenset({"optimal_token_baseline", "tir_optimal_token_baseline"})
 
 
+GDPO_READS = "adv_estimator gdpo reads the numbers of gdpo_reward_keys as the reward function returns them"
 _VECTORIZED = {"grpo_vectorized": "grpo", "rloo_vectorized": "rloo"}
 _LOSS_MODE = "actor_rollout_ref.actor.policy_loss.loss_mode"
 _NO_WEIGHTS, _without_weights = "{section}.rollout_is makes no weights", when_is("rollout_is", None)
@@ -123,6 +124,7 @@ class AlgorithmConfig(Section):
         _of_estimator("norm_adv_by_std_in_grpo", "grpo", "grpo_vectorized", "grpo_passk", "gdpo"),
         _of_estimator("gdpo_reward_weights", "gdpo"),
         read_with("algorithm.adv_estimator", "gdpo", only="gdpo_reward_keys"),
+        unused(GDPO_READS, when_is("algorithm.adv_estimator", "gdpo"), only="use_kl_in_reward turn_discount"),
         read_with("algorithm.use_kl_in_reward", True, unless=(0,), only="kl_penalty kl_ctrl.*"),
         read_with("algorithm.use_pf_ppo", True, only="pf_ppo.*"),
         unused("a response is one turn", when_is("actor_rollout_ref.rollout.uses_agents", False), only="turn_discount"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from dovetail.config.actor import ULYSSES, ActorConfig, Strategy
+from dovetail.config.algorithm import GDPO_READS
 from dovetail.config.base import HomePath, Section, inherits, key, read_with, section, unsupported, unused, when_is
 from dovetail.config.critic import CriticConfig
 from dovetail.config.data import CustomClassConfig
@@ -37,6 +38,7 @@ class OverlongBufferConfig(Section):
     rules = (
         read_with(".enable", True, only="len penalty_factor log"),
         unused("reward_model.reward_manager=dapo reads it", _not_dapo),
+        unused(GDPO_READS, when_is("algorithm.adv_estimator", "gdpo")),
     )
 
     enable: bool = key(False, "Lower the score of responses that run into the buffer.")

@@ -36,21 +36,27 @@ _WITHOUT_GROUPS = frozenset({"gae", "reinforce_plus_plus", "remax"})
 def add_rewards(batch: DataProto, algorithm: AlgorithmConfig, kl_ctrl: FixedKLController) -> tuple[DataProto, Metrics]:
     """`token_level_rewards`: the scores, discounted by turn, less the KL to the reference when it is part of the
     reward."""
-    columns = batch.tensors
-    scores = columns["token_level_scores"]
+    scores = batch.tensors["token_level_scores"]
     if algorithm.turn_discount != 1.0:
         # The return of a trajectory is that of its first turn; what follows is worth less there by a power.
         scores = scores * algorithm.turn_discount ** turn_numbers(batch)
     if not algorithm.use_kl_in_reward:
         return _with(batch, token_level_rewards=scores.clone()), {}
+    seen = _with(batch, token_level_scores=scores)
+    trajectories = trajectories_of(batch)
+    if trajectories is not None:  # the KL that is reported and controlled is a mean over trajectories
+        seen = trajectories.join(seen)
+    columns = seen.tensors
     rewards, metrics = apply_kl_penalty(
-        scores,
+        columns["token_level_scores"],
         columns["old_log_probs"],
         columns["ref_log_prob"],
         columns["response_mask"],
         kl_ctrl,
         algorithm.kl_penalty,
     )
+    if trajectories is not None:
+        rewards = trajectories.split(rewards)
     return _with(batch, token_level_rewards=rewards), metrics
 
 

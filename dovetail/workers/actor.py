@@ -258,7 +258,7 @@ class DataParallelPPOActor:
                 entropy = agg_loss(entropies, mask, mode, counts=counts, loss_scale_factor=scale)
                 loss = loss - config.entropy_coeff * entropy
                 # Nats per token, as the pass for the old log-probs reports it, however the loss adds tokens up.
-                metrics["actor/entropy"] = token_share(entropies.detach(), mask, counts)
+                metrics["actor/entropy"] = token_share(entropies.detach(), full_mask, counts)
             if config.use_kl_loss:
                 token_kl = kl_penalty(log_prob, columns["ref_log_prob"], config.kl_loss_type)
                 kl = agg_loss(token_kl, mask, mode, counts=counts, loss_scale_factor=scale)
@@ -271,7 +271,7 @@ class DataParallelPPOActor:
                     token_kl = listed_reverse_kl(at_responses(output.listed, width), columns["teacher_top_log_probs"])
                 kl = agg_loss(token_kl, mask, mode, counts=counts, loss_scale_factor=scale)
                 loss = loss + self._distill_coef * kl
-                metrics["distill/kl"] = token_share(token_kl.detach(), mask, counts)
+                metrics["distill/kl"] = token_share(token_kl.detach(), full_mask, counts)
             return loss, metrics
 
         return loss_fn

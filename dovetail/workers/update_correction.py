@@ -2,8 +2,8 @@
 
 The same weights and rules as `algorithm.rollout_correction` has elsewhere. In bypass mode the engine is the old policy,
 and the policy that is being trained is compared with it; otherwise the interpolated old policy is. A rejected token
-adds nothing to the loss; it still counts in the means that losses are divided by, because those are fixed before the
-first micro-batch.
+adds nothing to the loss; it still counts among the tokens and sequences of the mini-batch that losses are divided by,
+because those are fixed before the first micro-batch. A mean within a row is over the tokens that are left.
 """
 
 from __future__ import annotations

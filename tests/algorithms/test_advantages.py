@@ -139,6 +139,14 @@ def test_whitening_by_rows_equals_whitening_by_tokens() -> None:
     torch.testing.assert_close(advantages, expected, atol=1e-6, rtol=1e-6)
 
 
+def test_whitening_many_equal_returns_leaves_no_rounding_error() -> None:
+    # The float32 mean of these is off by 1e-7, which a division by sqrt(1e-8) would make 1e-3.
+    advantages, _ = compute_reinforce_plus_plus_outcome_advantage(
+        torch.nn.functional.pad(torch.full((512, 1), 0.7), (4095, 0)), torch.ones(512, 4096)
+    )
+    assert advantages.abs().max() < 1e-6
+
+
 def test_remax_by_hand() -> None:
     advantages, returns = compute_remax_outcome_advantage(
         torch.tensor([[0.5, 1.0, 9.0]]), torch.tensor([0.25]), torch.tensor([[1, 1, 0]])

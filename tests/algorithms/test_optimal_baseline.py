@@ -45,6 +45,15 @@ def test_importance_weights_enter_squared() -> None:
     torch.testing.assert_close(advantages, torch.tensor([[1 - 0.8], [-0.8]]))
 
 
+def test_the_rounding_of_nearly_certain_tokens_makes_no_huge_baseline() -> None:
+    # p = 1 on both rows, with an error of the size that a head in float32 makes at logits of about 20.
+    squares = torch.tensor([[1 + 1.0e-6], [1 - 0.99e-6]])
+    advantages, _ = compute_optimal_token_baseline_advantage(
+        torch.tensor([[1.0], [0.0]]), torch.ones(2, 1), UID, torch.zeros(2, 1), squares
+    )
+    torch.testing.assert_close(advantages, torch.tensor([[1.0], [0.0]]))  # no weight, no baseline
+
+
 def test_a_lone_tail_is_its_own_baseline_unless_it_is_handled() -> None:
     mask = torch.tensor([[1.0, 1.0, 1.0], [1.0, 0.0, 0.0]])
     rewards = torch.tensor([[0.0, 0.0, 1.0], [0.0, 0.0, 0.0]])

@@ -70,6 +70,30 @@ def batch() -> dict[str, torch.Tensor]:
 SETTINGS = {"loss_scale_factor": None, "clip_ratio": 0.2, "clip_ratio_low": 0.2, "clip_ratio_high": 0.28}
 
 
+@pytest.mark.parametrize("loss", ["verl", "old verl, a row at a time"])
+def test_a_trajectory_of_several_rows_weighs_as_one_in_a_loss_of_verl(loss: str) -> None:
+    mask = torch.tensor([[1, 1, 1], [1, 0, 0], [1, 1, 0]])
+    token_losses = torch.tensor([1.0, 5.0, 4.0])[:, None].expand(3, 3)
+    weights = torch.tensor([0.75, 0.25, 1.0])  # the first two rows are one trajectory
+    rows = {"log_prob": -torch.ones(3, 3), "old_log_prob": -torch.ones(3, 3), "response_mask": mask}
+    if loss == "verl":
+        parts, rows["advantages"] = [slice(0, 3)], -token_losses
+    else:
+        parts, rows["advantages"] = [slice(row, row + 1) for row in range(3)], token_losses
+    loss_fn = as_policy_loss(verl_loss if loss == "verl" else old_verl_loss, ConfigView(ActorConfig()))
+    total = sum(
+        loss_fn(
+            **{name: column[part] for name, column in rows.items()},
+            loss_agg_mode="seq-mean-token-mean",
+            loss_scale_factor=None,
+            counts=BatchCounts(6, 2, 3, 3, weights[part]),
+        )[0]
+        for part in parts
+    )
+    # ((3 * 1 + 1 * 5) / 4 + 4) / 2 trajectories
+    assert float(total) == pytest.approx(3.0)
+
+
 @pytest.mark.parametrize("mode", ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean"])
 @pytest.mark.parametrize("parts", [[6], [2, 4], [1, 1, 1, 1, 1, 1]])
 def test_a_loss_of_verl_gives_the_shares_of_ours(mode: str, parts: list[int]) -> None:

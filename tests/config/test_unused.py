@@ -19,6 +19,7 @@ pytestmark = pytest.mark.unit
 P, A, R = "actor_rollout_ref", "actor_rollout_ref.actor", "actor_rollout_ref.ref"
 M, C = f"{P}.model", "algorithm.rollout_correction"
 GRPO, TWO = "algorithm.adv_estimator=grpo", "trainer.n_gpus_per_node=2"
+GDPO, AGENTS = "algorithm.adv_estimator=gdpo", f"{P}.rollout.multi_turn.enable=True"
 BUFFER = "reward_model.overlong_buffer.enable=True"
 
 # The key that is switched off, words of the reason, and what switches it on.
@@ -76,6 +77,14 @@ SWITCHED_OFF: list[tuple[list[str], str, str, list[str]]] = [
         [f"{A}.policy_loss.loss_mode=vanilla"],
     ),
     ([GRPO], "algorithm.lam=0.9", "adv_estimator gae", ["algorithm.adv_estimator=gae"]),
+    ([GDPO], "algorithm.use_kl_in_reward=True", "as the reward function returns them", [GRPO]),
+    ([GDPO, AGENTS], "algorithm.turn_discount=0.9", "as the reward function returns them", [GRPO, AGENTS]),
+    (
+        [GDPO, "reward_model.reward_manager=dapo"],
+        BUFFER,
+        "as the reward function returns them",
+        [GRPO, "reward_model.reward_manager=dapo"],
+    ),
     ([], f"{A}.kl_loss_coef=0.5", "use_kl_loss=True reads it", [f"{A}.use_kl_loss=True"]),
     ([], "algorithm.kl_ctrl.kl_coef=0.5", "use_kl_in_reward=True reads it", ["algorithm.use_kl_in_reward=True"]),
     (

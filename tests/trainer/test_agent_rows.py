@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from dovetail.algorithms import FixedKLController
+from dovetail.algorithms import AdaptiveKLController, FixedKLController
 from dovetail.config.algorithm import AlgorithmConfig
 from dovetail.dashboard.responses import ResponseFolder, Wish
 from dovetail.observability.run_folder import RunFolder
@@ -55,6 +55,22 @@ def test_rewards_of_later_turns_are_worth_less_in_earlier_ones() -> None:
     assert discounted.tensors["token_level_rewards"].sum(dim=1).tolist() == [0.5, 0.125, 0.0]
     same, _ = add_rewards(batch, AlgorithmConfig(), FixedKLController(0.0))
     assert torch.equal(same.tensors["token_level_rewards"], batch.tensors["token_level_scores"])
+
+
+def test_the_kl_in_the_reward_is_a_mean_over_trajectories() -> None:
+    batch = rows([[0, 0, 0], [0, -1, -1], [0, 0, -1]], [(0, 0), (0, 1), (1, 0)])
+    log_ratio = torch.tensor([[1.0, 1.0, 1.0], [5.0, 9.0, 9.0], [0.5, 0.5, 9.0]])
+    columns = {"old_log_probs": log_ratio, "ref_log_prob": torch.zeros(3, 3)}
+    batch.tensors["token_level_scores"][1, 0] = 4.0
+    control = AdaptiveKLController(0.1, target_kl=1.0, horizon=10)
+    seen, metrics = add_rewards(
+        batch.union(DataProto.from_dict(columns)), AlgorithmConfig(use_kl_in_reward=True), control
+    )
+    expected = torch.tensor([[-0.1, -0.1, -0.1], [3.5, 0.0, 0.0], [-0.05, -0.05, 0.0]])
+    torch.testing.assert_close(seen.tensors["token_level_rewards"], expected)
+    # (3 + 5) / 4 tokens of the first trajectory and 0.5 of the second; two sequences for the controller, not three.
+    assert metrics["actor/reward_kl_penalty"] == pytest.approx((2.0 + 0.5) / 2)
+    assert control.value == pytest.approx(0.1 * (1 + 0.2 * 2 / 10))
 
 
 def test_a_group_with_fewer_than_two_graded_trajectories_gets_no_advantage() -> None:

@@ -171,6 +171,18 @@ def test_the_entropy_of_an_update_is_in_nats_per_token_however_the_loss_adds_up(
     assert actor.update_policy(batch)["actor/entropy"] == pytest.approx(expected, rel=1e-4)
 
 
+def test_the_entropy_of_an_update_counts_the_tokens_that_it_rejects(folder: Path) -> None:
+    correction = RolloutCorrectionConfig(bypass_mode=True, rollout_rs="token_k1", rollout_rs_threshold=2.0)
+    actor, batch = build(folder, entropy_coeff=0.01, correction=correction), rollout_batch()
+    log_probs, entropies = actor.compute_log_prob(batch, calculate_entropy=True)
+    assert entropies is not None
+    far = 3.0 * (torch.arange(RESPONSE) % 2)  # every other token is beyond log 2 from the engine
+    metrics = actor.update_policy(batch.union(DataProto.from_dict({"old_log_probs": log_probs - far})))
+    assert 0.2 < metrics["rollout_corr/rollout_rs_masked_fraction"] < 0.8
+    expected = float(entropies[batch.tensors["response_mask"].bool()].mean())
+    assert metrics["actor/entropy"] == pytest.approx(expected, rel=1e-4)
+
+
 def test_the_gap_to_the_engine_measured_in_an_update_is_the_one_of_a_pass_of_its_own(folder: Path) -> None:
     actor, batch = build(folder, ppo_micro_batch_size_per_gpu=3), rollout_batch()
     engine = actor.compute_log_prob(batch)[0] + 0.1 * torch.randn(NUM_ROWS, RESPONSE)

@@ -12,6 +12,8 @@ from dovetail.algorithms.groups import GroupIds, Groups, check_finite_rows
 from dovetail.algorithms.masked import at_least_float32
 from dovetail.algorithms.registry import register_adv_est
 
+_ROUNDING = 1e-5  # of log-probs in float32, from logits of up to 50
+
 
 @register_adv_est("optimal_token_baseline")
 @torch.no_grad()
@@ -82,6 +84,8 @@ def _path_energy(
 ) -> torch.Tensor:
     """W_t: squared norms of the score function over the logits, added up over kept tokens up to t."""
     tokens = 1 - 2 * at_least_float32(old_log_probs).exp() + at_least_float32(sum_pi_squared)
+    # Of a nearly certain token rounding alone is left, of either sign: weights that cancel would make a huge baseline.
+    tokens = torch.where(tokens.abs() < _ROUNDING, 0.0, tokens)
     if rollout_is_weights is not None:
         tokens = tokens * rollout_is_weights.square()
     return torch.where(kept, tokens, 0.0).cumsum(dim=-1)
