@@ -33,7 +33,7 @@ def place_scores(scores: Sequence[float], last_token: torch.Tensor, width: int) 
 def outcome_columns(outcomes: Sequence[Outcome]) -> dict[str, np.ndarray]:
     """Every further column the functions returned. Numbers with NaN, other things with None where a row has none."""
     names = dict.fromkeys(name for outcome in outcomes if not isinstance(outcome, Failure) for name in outcome)
-    clash = [name for name in names if name in COLUMNS or name == FAILED]
+    clash = [name for name in names if name in COLUMNS or name in (FAILED, "index")]
     if clash:
         raise RewardError(
             f"the reward function returned {', '.join(clash)}, which other stages write; use other names."
@@ -89,6 +89,14 @@ def failure_message(failures: Mapping[int, Failure], num_rows: int, max_failed_s
 def score_batch(scores: torch.Tensor, outcomes: Sequence[Outcome], columns: Mapping[str, Any]) -> DataProto:
     failed = torch.tensor([isinstance(outcome, Failure) for outcome in outcomes], dtype=torch.bool)
     return DataProto.from_dict({"token_level_scores": scores, FAILED: failed}, columns)
+
+
+def with_scores(batch: DataProto, scores: DataProto) -> DataProto:
+    """The batch with what scoring gave. A data file's own column of such a name (`score`, `acc`) is found in
+    `extra_info` alone."""
+    columns = batch.non_tensor_batch
+    batch.non_tensor_batch = {name: columns[name] for name in columns if name not in scores.non_tensor_batch}
+    return batch.union(scores)
 
 
 def _entry(outcome: Outcome, name: str) -> Any:

@@ -12,6 +12,7 @@ import torch
 from dovetail.config import DovetailConfig
 from dovetail.protocol import DataProto, validate_stage
 from dovetail.rewards.build import build_reward_runner
+from dovetail.rewards.columns import with_scores
 from dovetail.rewards.errors import RewardError
 from dovetail.rewards.functions import FunctionSpec, combine_results
 from dovetail.rewards.managers import BatchRewardManager, DAPORewardManager
@@ -188,11 +189,25 @@ def test_without_any_way_to_score_there_is_an_error() -> None:
         reward.score(answers("good"))
 
 
-def test_a_function_may_not_write_the_columns_of_other_stages(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["uid", "index"])
+def test_a_function_may_not_write_the_columns_of_other_stages(tmp_path: Path, name: str) -> None:
     file = tmp_path / "reward.py"
-    file.write_text("def f(data_source, solution_str, ground_truth, extra_info):\n    return {'score': 1, 'uid': 2}\n")
-    with runner(FunctionSpec(str(file), "f")) as reward, pytest.raises(RewardError, match="returned uid"):
+    file.write_text(
+        f"def f(data_source, solution_str, ground_truth, extra_info):\n    return {{'score': 1, {name!r}: 2}}"
+    )
+    with runner(FunctionSpec(str(file), "f")) as reward, pytest.raises(RewardError, match=f"returned {name}"):
         reward.score(answers("good"))
+
+
+def test_scores_take_the_place_of_a_data_files_columns_of_the_same_name() -> None:
+    batch = answers("good", "bad")
+    batch.non_tensor_batch |= {"score": np.array([7, 8]), "judge": np.array(["a", "b"]), "level": np.array([1, 2])}
+    with runner(functions.spec_of(functions.slow_judge)) as reward:
+        batch = with_scores(batch, reward.score(batch).columns)
+    columns = batch.non_tensor_batch
+    assert columns["score"].tolist() == [1.0, 0.0]
+    assert columns["judge"].tolist() == ["async", "async"]
+    assert columns["level"].tolist() == [1, 2]
 
 
 def test_the_runner_is_built_from_the_configuration(tmp_path: Path) -> None:
