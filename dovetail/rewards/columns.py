@@ -5,6 +5,7 @@ A row without a score is marked, never scored 0 in silence.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -105,7 +106,8 @@ def _entry(outcome: Outcome, name: str) -> Any:
 
 def _column(entries: Sequence[Any]) -> np.ndarray:
     if all(entry is None or isinstance(entry, (bool, int, float)) for entry in entries):
-        return np.array([math.nan if entry is None else float(entry) for entry in entries], dtype=np.float64)
+        with contextlib.suppress(OverflowError):  # a whole number of more than 308 digits, which an answer may hold
+            return np.array([math.nan if entry is None else float(entry) for entry in entries], dtype=np.float64)
     column = np.empty(len(entries), dtype=object)
     column[:] = entries
     return column

@@ -119,6 +119,22 @@ def test_the_batch_manager_gives_all_rows_to_one_call() -> None:
     assert result.columns.tensors["token_level_scores"].sum(-1).tolist() == [1.0, 2.0, 3.0]
 
 
+def test_huge_numbers_and_tensors_of_one_row_cost_no_other_row(tmp_path: Path) -> None:
+    file = tmp_path / "reward.py"
+    file.write_text(
+        "import torch\n"
+        "def f(data_sources, solution_strs, ground_truths, extra_infos):\n"
+        "    huge = {'score': 1.0, 'pred': 10**400, 'ids': torch.arange(2)}\n"
+        "    return [huge, {'score': 0.5, 'pred': 3}, torch.arange(2), 10**400]"
+    )
+    with runner(FunctionSpec(str(file), "f"), manager=BatchRewardManager(), max_failed_share=0.5) as reward:
+        result = reward.score(answers("a", "b", "c", "d"))
+    assert result.columns.tensors["reward_failed"].tolist() == [False, False, True, True]
+    assert result.columns.non_tensor_batch["pred"].tolist() == [10**400, 3, None, None]
+    assert result.columns.non_tensor_batch["ids"][0].tolist() == [0, 1]
+    assert "return a number or a dict with 'score'" in result.failures[3].detail
+
+
 def test_a_batch_function_must_return_one_score_per_row() -> None:
     with (
         runner(functions.spec_of(functions.too_few), manager=BatchRewardManager()) as reward,
