@@ -106,6 +106,8 @@ def test_math_takes_the_box_of_a_worked_solution_as_the_truth() -> None:
         ("I think\nB", "B", 1.0),
         ("I'm not sure", "I", 0.0),
         ("Answer: c", 2, 1.0),
+        ("The answer is b\nbecause a is wrong", "B", 1.0),
+        ("The answer is a prime number, so\nC", "C", 1.0),
         ("", "A", 0.0),
     ],
 )
