@@ -265,6 +265,9 @@ def test_a_list_of_weighted_rewards_comes_from_the_configuration() -> None:
             "path=missing.py: there is no file",
         ),
         ({"reward_model": {"reward_kwargs": {"rewards": [{"weight": 1}]}}}, "needs either rule or path"),
+        ({"reward_model": {"reward_kwargs": {"rewards": ["gsm8k"]}}}, r"rewards\[0\]='gsm8k' must be a mapping"),
+        ({"reward_model": {"reward_kwargs": {"rewards": {"rule": "gsm8k"}}}}, "must be a list"),
+        ({"reward_model": {"reward_kwargs": {"rewards": [{"rule": "gsm8k", "weight": "x"}]}}}, "a number as weight"),
         ({"reward_model": {"reward_kwargs": {"speed": 1}}}, "does not take .*speed"),
     ],
 )
