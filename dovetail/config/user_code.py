@@ -91,6 +91,9 @@ def _import_file(path: str, key: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
         raise UserCodeError(f"{key}={path} is not a Python file; its name must end in .py.")
+    if str(file.parent) not in sys.path:
+        # As Python does for a file that it runs: it may import what lies beside it. Last, so that it hides no package.
+        sys.path.append(str(file.parent))
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:

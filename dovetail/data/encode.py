@@ -33,7 +33,7 @@ class PromptEncoder:
 
     def messages(self, prompt: Any, where: str) -> Messages | str:
         """The prompt as messages, or as the text it is."""
-        if isinstance(prompt, str):
+        if isinstance(prompt, str) and (prompt or self.tokenizer.chat_template):
             return [{"role": "user", "content": prompt}] if self.tokenizer.chat_template else prompt
         if not isinstance(prompt, (list, tuple)) or not prompt or not all(is_message(entry) for entry in prompt):
             raise DataError(

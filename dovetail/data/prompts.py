@@ -125,7 +125,7 @@ class PromptDataset:
         """Every value of the column that selects a reward, once."""
         key = self.config.reward_fn_key
         named = [file for file in self._files if key in file.columns]
-        sources = [str(row[key]) for file in named for chunk in file.chunks([key]) for row in chunk]
+        sources = [self._source(row) for file in named for chunk in file.chunks([key]) for row in chunk]
         return list(dict.fromkeys(sources)) or [UNNAMED_SOURCE]
 
     def reward_columns(self) -> list[str]:
@@ -160,7 +160,7 @@ class PromptDataset:
         taken = (*self._taken, *self._moved)
         example = {name: value for name, value in row.items() if name not in taken}
         own = {name: value for name, value in row.items() if name not in (*self._taken, *_FROM_THE_FILE)}
-        example["data_source"] = str(row.get(config.reward_fn_key, UNNAMED_SOURCE))
+        example["data_source"] = self._source(row)
         example["reward_model"] = self._ground_truth(row, where)
         example["extra_info"] = {"prompt": row.get(config.prompt_key)} | own | (row.get("extra_info") or {})
         example["index"] = int(index)
@@ -196,7 +196,10 @@ class PromptDataset:
             raise DataError(f"{where} has images or videos, but the model has no processor or no chat template for it.")
         images = [self._load_image(source) for source in row.get(self.config.image_key) or []]
         videos = list(row.get(self.config.video_key) or [])
-        return process_media(self.processor, messages, images, videos, where, **self.encoder.template_kwargs)
+        settings = {"tools": list(self.encoder.tools)} if self.encoder.tools else {}
+        return process_media(
+            self.processor, messages, images, videos, where, **settings, **self.encoder.template_kwargs
+        )
 
     def _padded(self, ids: list[int], text: str, *, raw_ids: list[int]) -> dict[str, Any]:
         padded = pad_prompt(ids, self.tokenizer, self.config.max_prompt_length)
@@ -209,6 +212,10 @@ class PromptDataset:
         number = int(np.searchsorted(self._bounds, index, side="right")) - 1
         row = int(self._kept[number][index - self._bounds[number]])
         return self._files[number][row], f"{self._files[number].path} row {row}"
+
+    def _source(self, row: Mapping[str, Any]) -> str:
+        source = row.get(self.config.reward_fn_key)
+        return UNNAMED_SOURCE if source is None else str(source)
 
     def _ground_truth(self, row: Mapping[str, Any], where: str) -> Any:
         reward_model = row.get("reward_model")
@@ -244,7 +251,12 @@ class PromptDataset:
         refused: list[str] = []
         limit = config.max_prompt_length if config.filter_overlong_prompts or config.truncation == "error" else None
         rules = RowRules(
-            self.encoder, config.prompt_key, (config.image_key, config.video_key), self._requires_ground_truth, limit
+            self.encoder,
+            config.prompt_key,
+            (config.image_key, config.video_key),
+            self._requires_ground_truth,
+            limit,
+            reads_media=self.processor is not None,
         )
         for file, rows in zip(self._files, parts, strict=True):
             bad = scan_rows(file, rows, rules, num_workers=config.filter_overlong_prompts_workers)

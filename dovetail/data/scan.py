@@ -1,6 +1,6 @@
 """Look at every row before the first step: which cannot be used, and why. Whole chunks are tokenised at once.
 
-Large files are read by several processes. Knows nothing of images: a prompt with media is checked, not measured.
+Large files are read by several processes. Opens no image: a prompt with media is checked, not measured.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from dovetail.data.encode import PromptEncoder, too_long
+from dovetail.data.encode import Messages, PromptEncoder, place_media, short, too_long
 from dovetail.data.errors import DataError
 from dovetail.data.files import Rows
 
@@ -28,17 +28,19 @@ _SAY_EVERY_S = 5.0
 
 @dataclass(frozen=True)
 class RowRules:
-    """What a row must have. `limit` is the longest prompt in tokens; None where longer ones are cut."""
+    """What a row must have. `limit` is the longest prompt in tokens; None where longer ones are cut. `reads_media`: the
+    model has a processor."""
 
     encoder: PromptEncoder
     prompt_key: str
     media_keys: tuple[str, str]
     requires_ground_truth: bool
     limit: int | None
+    reads_media: bool
 
     @property
     def columns(self) -> tuple[str, ...]:
-        return (self.prompt_key, "reward_model", *self.media_keys)
+        return (self.prompt_key, "reward_model", "extra_info", *self.media_keys)
 
 
 @dataclass(frozen=True)
@@ -131,7 +133,10 @@ def _look(rules: RowRules, numbers: Sequence[int], chunk: Sequence[Mapping[str, 
 def _text(rules: RowRules, row: Mapping[str, Any]) -> tuple[str, bool]:
     if rules.requires_ground_truth and (problem := ground_truth_problem(row.get("reward_model"))) is not None:
         raise DataError(problem)
+    if (info := row.get("extra_info")) and not isinstance(info, Mapping):
+        raise DataError(f"extra_info is {short(info)}; it must be a dict (in JSON an object), or null.")
     messages = rules.encoder.messages(row.get(rules.prompt_key), "")
+    _check_media(rules, row, messages)
     text = rules.encoder.render(messages, "")
     if not text.isascii():
         try:
@@ -139,6 +144,15 @@ def _text(rules: RowRules, row: Mapping[str, Any]) -> tuple[str, bool]:
         except UnicodeEncodeError as error:
             raise DataError(f"the prompt is not Unicode text: {error}.") from error
     return text, not isinstance(messages, str)
+
+
+def _check_media(rules: RowRules, row: Mapping[str, Any], messages: Messages | str) -> None:
+    images, videos = (row.get(key) or [] for key in rules.media_keys)
+    if not images and not videos:
+        return
+    if not rules.reads_media or isinstance(messages, str):
+        raise DataError("it has images or videos, but the model has no processor or no chat template for them.")
+    place_media(messages, len(images), len(videos), "")
 
 
 def _is_surely_short(text: str, limit: int) -> bool:

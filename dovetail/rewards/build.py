@@ -67,6 +67,10 @@ def reward_specs(config: DovetailConfig) -> list[FunctionSpec]:
     section, custom = config.reward_model, config.custom_reward_function
     listed = section.reward_kwargs.get("rewards")
     if listed:
+        if not isinstance(listed, (list, tuple)):
+            raise RewardError(
+                f"reward_model.reward_kwargs.rewards={listed!r} must be a list: [{{rule: gsm8k, weight: 1}}]."
+            )
         return [_listed_spec(entry, number) for number, entry in enumerate(listed)]
     if custom.path is not None:
         if (custom.path, custom.name) == (_REGISTRY, "score_by_rule"):
@@ -113,8 +117,12 @@ def _rate_limits(config: DovetailConfig) -> RateLimits:
         raise RewardError(str(error)) from None
 
 
-def _listed_spec(entry: Mapping[str, Any], number: int) -> FunctionSpec:
+def _listed_spec(entry: Any, number: int) -> FunctionSpec:
     key = f"reward_model.reward_kwargs.rewards[{number}]"
+    if not isinstance(entry, Mapping) or not isinstance(entry.get("weight", 1.0), (int, float)):
+        raise RewardError(
+            f"{key}={entry!r} must be a mapping with a number as weight, such as {{rule: gsm8k, weight: 1}}."
+        )
     unknown = sorted(set(entry) - {"rule", "path", "name", "weight", "kwargs"})
     if unknown or ("rule" in entry) == ("path" in entry):
         wrong = f"has unknown entries {', '.join(unknown)}" if unknown else "needs either rule or path"

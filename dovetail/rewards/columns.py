@@ -5,6 +5,7 @@ A row without a score is marked, never scored 0 in silence.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -33,7 +34,7 @@ def place_scores(scores: Sequence[float], last_token: torch.Tensor, width: int) 
 def outcome_columns(outcomes: Sequence[Outcome]) -> dict[str, np.ndarray]:
     """Every further column the functions returned. Numbers with NaN, other things with None where a row has none."""
     names = dict.fromkeys(name for outcome in outcomes if not isinstance(outcome, Failure) for name in outcome)
-    clash = [name for name in names if name in COLUMNS or name == FAILED]
+    clash = [name for name in names if name in COLUMNS or name in (FAILED, "index")]
     if clash:
         raise RewardError(
             f"the reward function returned {', '.join(clash)}, which other stages write; use other names."
@@ -91,13 +92,22 @@ def score_batch(scores: torch.Tensor, outcomes: Sequence[Outcome], columns: Mapp
     return DataProto.from_dict({"token_level_scores": scores, FAILED: failed}, columns)
 
 
+def with_scores(batch: DataProto, scores: DataProto) -> DataProto:
+    """The batch with what scoring gave. A data file's own column of such a name (`score`, `acc`) is found in
+    `extra_info` alone."""
+    columns = batch.non_tensor_batch
+    batch.non_tensor_batch = {name: columns[name] for name in columns if name not in scores.non_tensor_batch}
+    return batch.union(scores)
+
+
 def _entry(outcome: Outcome, name: str) -> Any:
     return None if isinstance(outcome, Failure) else outcome.get(name)
 
 
 def _column(entries: Sequence[Any]) -> np.ndarray:
     if all(entry is None or isinstance(entry, (bool, int, float)) for entry in entries):
-        return np.array([math.nan if entry is None else float(entry) for entry in entries], dtype=np.float64)
+        with contextlib.suppress(OverflowError):  # a whole number of more than 308 digits, which an answer may hold
+            return np.array([math.nan if entry is None else float(entry) for entry in entries], dtype=np.float64)
     column = np.empty(len(entries), dtype=object)
     column[:] = entries
     return column

@@ -82,11 +82,14 @@ def read_result(result: Any) -> dict[str, Any]:
     if "score" not in columns:
         raise ValueError(f"the reward dict has no 'score', only {', '.join(map(str, columns)) or 'nothing'}; add one.")
     score = columns["score"]
-    if isinstance(score, (str, bytes)) or not hasattr(score, "__float__"):
+    try:
+        if isinstance(score, (str, bytes)):
+            raise TypeError("text is no score, even where it reads as a number")
+        columns["score"] = float(score)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: a tensor of several numbers
         raise ValueError(
             f"the reward is {repr(score)[:80]}, a {type(score).__name__}; return a number or a dict with 'score'."
-        )
-    columns["score"] = float(score)
+        ) from None
     if not math.isfinite(columns["score"]):
         raise ValueError(f"the reward is {columns['score']}; return a finite number, or raise to mark a failure.")
     return {str(name): _plain(value) for name, value in columns.items()}

@@ -67,7 +67,8 @@ def main(fd: int, start_file: int) -> None:
             return
         reply = _reply(lambda given: score(loaded, start.specs, given, loop), call, decode)
         try:
-            connection.send(reply)
+            # Not `send`: its pickler passes tensors on as open files, which the driver cannot fetch.
+            connection.send_bytes(pickle.dumps(reply, protocol=5))
         except (pickle.PicklingError, TypeError, AttributeError) as error:
             connection.send(("exception", f"the reward function returned what cannot be sent: {error}"))
 

@@ -16,6 +16,7 @@ import torch
 
 from dovetail.protocol import DataProto
 from dovetail.protocol.trajectories import one_row_each
+from dovetail.rewards.columns import with_scores
 from dovetail.rewards.runner import RewardResult
 from dovetail.trainer.base import Metrics
 from dovetail.trainer.ppo import RayPPOTrainer
@@ -88,7 +89,7 @@ class RayDAPOTrainer(RayPPOTrainer):
         batch = self._next_responses()
         rewards = self._finish_rewards(self._start_rewards(batch, started=self._started_scores(batch)))
         self._rounds.append(rewards.metrics)
-        return batch.union(rewards.columns)
+        return with_scores(batch, rewards.columns)
 
     def _as_rollout(self, with_signal: list[DataProto], without: list[DataProto]) -> Rollout:
         wanted = self.config.data.train_batch_size

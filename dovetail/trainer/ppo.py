@@ -19,6 +19,7 @@ from dovetail.observability.ledger import DrawLedger
 from dovetail.observability.sinks import choose_answers
 from dovetail.parallel.balance import inverse_order
 from dovetail.protocol import DataProto, stage_columns
+from dovetail.rewards.columns import with_scores
 from dovetail.rewards.runner import PendingRewards, RewardResult, RewardRunner
 from dovetail.trainer.agent_metrics import agent_metrics
 from dovetail.trainer.answer_files import AnswerFiles
@@ -231,7 +232,7 @@ class RayPPOTrainer(BaseTrainer[RoleGroups]):
             greedy = self._answers(prompts, n=1, do_sample=False)
             self._count_generation(greedy)
             scored = self._finish_rewards(self._start_rewards(greedy))
-            batch = add_baselines(batch, greedy.union(scored.columns))
+            batch = add_baselines(batch, with_scores(greedy, scored.columns))
         return batch
 
     def _answers(self, prompts: DataProto, *, n: int, **sampling: Any) -> DataProto:
@@ -336,7 +337,7 @@ class RayPPOTrainer(BaseTrainer[RoleGroups]):
     def _take_rewards(self, batch: DataProto, rewards: RewardResult, metrics: Metrics) -> DataProto:
         """Scores as columns. A row that could not be scored leaves every loss, count and group."""
         metrics |= rewards.metrics
-        batch = mask_failed(with_baseline_failures(batch.union(rewards.columns)))
+        batch = mask_failed(with_baseline_failures(with_scores(batch, rewards.columns)))
         if self.config.algorithm.filter_truncated:
             batch, share = mask_truncated(batch)
             metrics["response/filtered_truncated_share"] = share

@@ -47,10 +47,11 @@ def validate(
     rows: list[dict[str, Any]] = []
     dumped: list[dict[str, Any]] = []
     turns: list[float] = []
-    first = 0
+    # Row numbers, not places in the order: data.validation_shuffle draws another order each time.
+    numbers = loader.sampler.order_of(loader.epoch).tolist()
     for prompts in loader:
-        uids = [f"val-{first + index}" for index in range(len(prompts))]
-        first += len(prompts)
+        uids = [f"val-{number}" for number in numbers[: len(prompts)]]
+        del numbers[: len(prompts)]
         batch = answer(with_seeds(prompts, uids, config.trainer.seed), n=n, validate=True)
         rewards = score(batch)
         columns = {**batch.non_tensor_batch, **rewards.columns.non_tensor_batch}
@@ -72,7 +73,8 @@ def validate(
 def _source_metrics(source: str, rows: list[dict[str, Any]]) -> dict[str, float]:
     """Of one data source, because the function may return other numbers for another."""
     names = [name for name in rows[0]["values"] if all(name in row["values"] for row in rows)]
-    answers = [row["pred"] for row in rows] if all(row["pred"] is not None for row in rows) else None
+    # A response without an answer has a vote, too: that there is none.
+    answers = [row["pred"] for row in rows] if any(row["pred"] is not None for row in rows) else None
     values = {name: [row["values"][name] for row in rows] for name in names}
     return validation_metrics([source] * len(rows), [row["uid"] for row in rows], values, answers)
 
@@ -99,7 +101,7 @@ def _scored_rows(batch: DataProto, rewards: RewardResult, source_key: str) -> li
                 "response": texts[row],
                 "ground_truth": truth.get("ground_truth") if isinstance(truth, dict) else None,
                 "values": {name: value for name, value in values.items() if np.isfinite(value)},
-                "pred": others["pred"][row] if "pred" in others else None,
+                "pred": _given(others["pred"][row]) if "pred" in rewards.columns else None,
                 "length": lengths[row],
                 "failed": row in rewards.failures,
                 **{name: others[name][row] for name in ("outcome", "num_turns") if name in others},
@@ -107,6 +109,11 @@ def _scored_rows(batch: DataProto, rewards: RewardResult, source_key: str) -> li
             }
         )
     return rows
+
+
+def _given(value: Any) -> Any:
+    """None where a reward function returned nothing: a column of numbers has NaN there."""
+    return None if isinstance(value, float) and np.isnan(value) else value
 
 
 def _last_message(others: dict[str, np.ndarray], row: int) -> str | None:

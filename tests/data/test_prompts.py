@@ -209,10 +209,11 @@ def test_a_row_without_truth_or_with_a_strange_prompt_is_named(tmp_path: Path) -
     file = tmp_path / "rows.jsonl"
     strange = [
         {"reward_model": {}}, {"prompt": 3}, {"reward_model": {"ground_truth": None}},
-        {"prompt": [{"content": "a"}]}, {"prompt": [{"role": "user"}]},
+        {"prompt": [{"content": "a"}]}, {"prompt": [{"role": "user"}]}, {"extra_info": '{"level": 1}'},
+        {"images": ["a.png"]},
     ]  # fmt: skip
     file.write_text("\n".join(json.dumps({**good, **change}) for change in ({}, *strange)))
-    with pytest.raises(DataError, match="5 rows cannot be used") as caught:
+    with pytest.raises(DataError, match="7 rows cannot be used") as caught:
         dataset(str(file))
     lines = str(caught.value).splitlines()
     reasons = [
@@ -221,6 +222,8 @@ def test_a_row_without_truth_or_with_a_strange_prompt_is_named(tmp_path: Path) -
         r"row 3: reward_model is \{'ground_truth': None\}.*custom_reward_function",
         r"row 4: the prompt is .* messages with role and content",
         r"row 5: the prompt is .* messages with role and content",
+        r"row 6: extra_info is .* must be a dict",
+        r"row 7: it has images or videos, but the model has no processor",
         r"set data\.skip_bad_rows=True to leave them out",
     ]
     assert len(lines) == 1 + len(reasons)
@@ -293,11 +296,35 @@ def test_image_prompts_are_filtered_by_their_widened_length_and_never_cut(tmp_pa
     assert dataset(image_file(tmp_path, "<image>" + "y" * 23 + "<image>"), **options).source_sizes == [1]
 
 
-def test_as_many_images_as_places_are_wanted(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="names <image> 1 times and the row has 2 images"):
-        dataset(image_file(tmp_path, "one <image>"), processor=FakeProcessor(), image_loader=load)[0]
+def test_as_many_images_as_places_are_wanted_before_the_first_step(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="row 0: the prompt names <image> 1 times and the row has 2 images"):
+        dataset(image_file(tmp_path, "one <image>"), processor=FakeProcessor(), image_loader=load)
     with pytest.raises(DataError, match="no processor"):
-        dataset(image_file(tmp_path))[0]
+        dataset(image_file(tmp_path))
+
+
+def test_tools_are_in_prompts_with_images_too(tmp_path: Path) -> None:
+    class WithTools(FakeProcessor):
+        def apply_chat_template(self, messages: Any, tools: Any = (), **_: Any) -> str:
+            return "".join(tool["name"] for tool in tools) + super().apply_chat_template(messages)
+
+    made = dataset(image_file(tmp_path), processor=WithTools(), image_loader=load, tools=[{"name": "calc"}])
+    assert tiny_tokenizer().decode(made[0]["raw_prompt_ids"]).startswith("calc")
+
+
+def test_a_row_may_leave_its_data_source_empty(tmp_path: Path) -> None:
+    rows_of_both = [{**row, "data_source": source} for row, source in zip(rows(2), ("toy", None), strict=True)]
+    made = dataset(str(write_rows(rows_of_both, tmp_path / "a.parquet")), requires_ground_truth=False)
+    assert made.data_sources() == ["toy", "custom"]
+    assert made.batch([0, 1]).non_tensor_batch["data_source"].tolist() == ["toy", "custom"]
+
+
+def test_a_text_of_no_token_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = None
+    file = write_rows([{"prompt": text, "data_source": "toy"} for text in ("say", "")], tmp_path / "a.jsonl")
+    with pytest.raises(DataError, match="row 1: the prompt is ''"):
+        dataset(str(file), tokenizer=tokenizer, requires_ground_truth=False)
 
 
 def test_train_weights_of_the_config_set_the_share_of_each_file(tmp_path: Path) -> None:

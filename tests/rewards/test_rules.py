@@ -29,6 +29,9 @@ pytestmark = pytest.mark.unit
         ("the answer is 18.", "strict", 0.0),
         ("the answer is $18.", "flexible", 1.0),
         ("18 eggs, of which 3 are eaten", "flexible", 0.0),
+        ("3 hours at 6 km/h, so 18km", "flexible", 1.0),
+        ("it is 18.5km", "flexible", 0.0),
+        ("1e18", "flexible", 0.0),
         ("no idea", "flexible", 0.0),
     ],
 )
@@ -74,6 +77,8 @@ def test_the_last_balanced_box_counts(text: str, content: str | None) -> None:
         (r"50\%", "50"),
         (r"\sqrt2", r"\sqrt{2}"),
         (r"12 \text{ cm}", "12"),
+        ("(10,100)", r"\left( 10, 100 \right)"),
+        (r"\{1,200\}", r"\{1, 200\}"),
     ],
 )
 def test_spellings_of_one_answer_agree(left: str, right: str) -> None:
@@ -81,7 +86,18 @@ def test_spellings_of_one_answer_agree(left: str, right: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("left", "right"), [("1", "2"), ("(1,2)", "(2,1)"), ("[1,2)", "[1,2]"), (r"\frac{1}{0}", "1"), ("", ""), ("x", "y")]
+    ("left", "right"),
+    [
+        ("1", "2"),
+        ("(1,2)", "(2,1)"),
+        ("[1,2)", "[1,2]"),
+        (r"\frac{1}{0}", "1"),
+        ("", ""),
+        ("x", "y"),
+        ("1,2", "12"),
+        ("12.5", "12,5"),
+        ("(10,100)", "(10100)"),
+    ],
 )
 def test_different_answers_differ(left: str, right: str) -> None:
     assert not latex.same_answer(left, right)
@@ -106,6 +122,8 @@ def test_math_takes_the_box_of_a_worked_solution_as_the_truth() -> None:
         ("I think\nB", "B", 1.0),
         ("I'm not sure", "I", 0.0),
         ("Answer: c", 2, 1.0),
+        ("The answer is b\nbecause a is wrong", "B", 1.0),
+        ("The answer is a prime number, so\nC", "C", 1.0),
         ("", "A", 0.0),
     ],
 )
@@ -149,6 +167,12 @@ def test_arithmetic_takes_the_last_number() -> None:
     assert arithmetic.compute_score("12 + 30 = 42.", "42") == {"score": 1.0, "acc": 1.0, "pred": "42"}
     assert arithmetic.compute_score("42 or 43", "42", format_score=0.1)["score"] == 0.1
     assert arithmetic.compute_score("forty-two", "42", format_score=0.1)["score"] == 0.0
+
+
+def test_endless_digits_are_a_wrong_answer_and_read_at_once() -> None:
+    digits = "1" * 50_000  # what a model writes that repeats itself
+    assert arithmetic.compute_score(digits, "12")["score"] == 0.0
+    assert arithmetic.compute_list_score(digits, "1, 2")["score"] == 0.0
 
 
 def test_lists_are_compared_entry_by_entry() -> None:

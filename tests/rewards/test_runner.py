@@ -12,6 +12,7 @@ import torch
 from dovetail.config import DovetailConfig
 from dovetail.protocol import DataProto, validate_stage
 from dovetail.rewards.build import build_reward_runner
+from dovetail.rewards.columns import with_scores
 from dovetail.rewards.errors import RewardError
 from dovetail.rewards.functions import FunctionSpec, combine_results
 from dovetail.rewards.managers import BatchRewardManager, DAPORewardManager
@@ -118,6 +119,22 @@ def test_the_batch_manager_gives_all_rows_to_one_call() -> None:
     assert result.columns.tensors["token_level_scores"].sum(-1).tolist() == [1.0, 2.0, 3.0]
 
 
+def test_huge_numbers_and_tensors_of_one_row_cost_no_other_row(tmp_path: Path) -> None:
+    file = tmp_path / "reward.py"
+    file.write_text(
+        "import torch\n"
+        "def f(data_sources, solution_strs, ground_truths, extra_infos):\n"
+        "    huge = {'score': 1.0, 'pred': 10**400, 'ids': torch.arange(2)}\n"
+        "    return [huge, {'score': 0.5, 'pred': 3}, torch.arange(2), 10**400]"
+    )
+    with runner(FunctionSpec(str(file), "f"), manager=BatchRewardManager(), max_failed_share=0.5) as reward:
+        result = reward.score(answers("a", "b", "c", "d"))
+    assert result.columns.tensors["reward_failed"].tolist() == [False, False, True, True]
+    assert result.columns.non_tensor_batch["pred"].tolist() == [10**400, 3, None, None]
+    assert result.columns.non_tensor_batch["ids"][0].tolist() == [0, 1]
+    assert "return a number or a dict with 'score'" in result.failures[3].detail
+
+
 def test_a_batch_function_must_return_one_score_per_row() -> None:
     with (
         runner(functions.spec_of(functions.too_few), manager=BatchRewardManager()) as reward,
@@ -188,11 +205,25 @@ def test_without_any_way_to_score_there_is_an_error() -> None:
         reward.score(answers("good"))
 
 
-def test_a_function_may_not_write_the_columns_of_other_stages(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["uid", "index"])
+def test_a_function_may_not_write_the_columns_of_other_stages(tmp_path: Path, name: str) -> None:
     file = tmp_path / "reward.py"
-    file.write_text("def f(data_source, solution_str, ground_truth, extra_info):\n    return {'score': 1, 'uid': 2}\n")
-    with runner(FunctionSpec(str(file), "f")) as reward, pytest.raises(RewardError, match="returned uid"):
+    file.write_text(
+        f"def f(data_source, solution_str, ground_truth, extra_info):\n    return {{'score': 1, {name!r}: 2}}"
+    )
+    with runner(FunctionSpec(str(file), "f")) as reward, pytest.raises(RewardError, match=f"returned {name}"):
         reward.score(answers("good"))
+
+
+def test_scores_take_the_place_of_a_data_files_columns_of_the_same_name() -> None:
+    batch = answers("good", "bad")
+    batch.non_tensor_batch |= {"score": np.array([7, 8]), "judge": np.array(["a", "b"]), "level": np.array([1, 2])}
+    with runner(functions.spec_of(functions.slow_judge)) as reward:
+        batch = with_scores(batch, reward.score(batch).columns)
+    columns = batch.non_tensor_batch
+    assert columns["score"].tolist() == [1.0, 0.0]
+    assert columns["judge"].tolist() == ["async", "async"]
+    assert columns["level"].tolist() == [1, 2]
 
 
 def test_the_runner_is_built_from_the_configuration(tmp_path: Path) -> None:
@@ -234,6 +265,9 @@ def test_a_list_of_weighted_rewards_comes_from_the_configuration() -> None:
             "path=missing.py: there is no file",
         ),
         ({"reward_model": {"reward_kwargs": {"rewards": [{"weight": 1}]}}}, "needs either rule or path"),
+        ({"reward_model": {"reward_kwargs": {"rewards": ["gsm8k"]}}}, r"rewards\[0\]='gsm8k' must be a mapping"),
+        ({"reward_model": {"reward_kwargs": {"rewards": {"rule": "gsm8k"}}}}, "must be a list"),
+        ({"reward_model": {"reward_kwargs": {"rewards": [{"rule": "gsm8k", "weight": "x"}]}}}, "a number as weight"),
         ({"reward_model": {"reward_kwargs": {"speed": 1}}}, "does not take .*speed"),
     ],
 )

@@ -7,7 +7,8 @@ from typing import Any
 
 from dovetail.rewards.rules.extract import find_numbers, same_number
 
-_LIST = re.compile(r"[\w-]+(?:\s*,\s*[\w-]+)+")
+# From the beginning of a word only: else a long word without a comma is read once for each of its letters.
+_LIST = re.compile(r"(?<![\w-])[\w-]+(?:\s*,\s*[\w-]+)+")
 
 
 def compute_score(

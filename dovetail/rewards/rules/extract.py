@@ -33,8 +33,13 @@ def _balanced(text: str) -> str | None:
     return None
 
 
-NUMBER = r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|-?\.\d+"
-_NUMBER = re.compile(rf"(?<![\w.])(?:{NUMBER})(?![\w])")
+_WHOLE = r"(?:\d{1,3}(?:,\d{3})+|\d+)"
+NUMBER = rf"-?{_WHOLE}(?:\.\d+)?|-?\.\d+"
+# A unit may touch it (`60km`). The exponent of `1e5` and the rest of `1.2.3` may not: half a number is a wrong one.
+_NUMBER = re.compile(rf"(?<![\w.])(?:{NUMBER})(?![\d_]|\.\d|[eE][-+]?\d)")
+_VALUE = re.compile(rf"(-?{_WHOLE}(?:\.\d*)?|-?\.\d+)(?:/(-?{_WHOLE}))?")
+_LONGEST = 1000
+"""Python reads no number of more than 4300 digits."""
 
 
 def find_numbers(text: str) -> list[str]:
@@ -51,11 +56,14 @@ def find_numbers(text: str) -> list[str]:
 
 def parse_number(text: str) -> Fraction | None:
     """The exact value of one number, decimal or `a/b`, or None."""
-    plain = text.strip().strip("$").replace(",", "").rstrip(".").removesuffix("%").strip()
-    match = re.fullmatch(r"(-?\d+(?:\.\d*)?|-?\.\d+)(?:/(-?\d+))?", plain)
-    if match is None or (match.group(2) is not None and int(match.group(2)) == 0):
+    if len(text) > _LONGEST:
         return None
-    return Fraction(match.group(1)) / (int(match.group(2)) if match.group(2) else 1)
+    match = _VALUE.fullmatch(text.strip().strip("$").rstrip(".").removesuffix("%").strip())
+    if match is None:
+        return None
+    # Commas only where thousands end: `1,2` is two numbers, not twelve.
+    top, bottom = (Fraction((digits or "1").replace(",", "")) for digits in match.groups())
+    return top / bottom if bottom else None
 
 
 def same_number(left: str, right: str) -> bool:

@@ -15,6 +15,8 @@ _DROPPED = (r"\left", r"\right", r"\!", r"\,", r"\;", r"\:", r"\ ", r"\quad", r"
 _SPACING = re.compile(r"\\\\|(?:" + "|".join(map(re.escape, _DROPPED)) + r")(?![a-zA-Z])")
 _DEGREES = re.compile(r"\^\s*(\{\s*\\circ\s*\}|\\circ)|\\degree|°")
 _TEXT = re.compile(r"\\(?:text|mathrm|textbf|mathbf|textit|mbox|operatorname)\s*\{([^{}]*)\}")
+# Within them a comma ends an entry, not thousands: `(10,100)` is a pair.
+_BRACKETS = ("(", "[", "{", r"\{")
 _UNIT = re.compile(
     r"(?<=[\d})])\s*(?:degrees?|cm|mm|km|m|inch(?:es)?|feet|ft|units?|square|sq|hours?|minutes?|seconds?|dollars?|cents?"
     r"|percent|miles?|meters?|points?|pounds?|years?|days?)\b(?:\^\{?\d\}?)?",
@@ -45,7 +47,8 @@ def normalize(answer: str) -> str:
     text = text.replace(r"\%", "").replace("%", "").replace(r"\$", "").replace("$", "")
     text = text.replace(r"\cdot", "*").replace(r"\times", "*").replace(r"\leq", r"\le").replace(r"\geq", r"\ge")
     text = _UNIT.sub("", text)
-    text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text)
+    if not text.lstrip().startswith(_BRACKETS):
+        text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text)
     text = re.sub(r"\s+", "", text).rstrip(".").replace("{,}", "")
     text = re.sub(r"^[a-zA-Z](?:\([a-zA-Z]\))?=(?=.)", "", text)
     text = re.sub(r"\\frac(\d)(\d)", r"\\frac{\1}{\2}", text)

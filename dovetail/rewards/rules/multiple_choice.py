@@ -7,7 +7,10 @@ from typing import Any
 
 from dovetail.rewards.rules.extract import last_boxed
 
-_STATED = re.compile(r"(?i)\b(?:answer|choice|option)\b\s*(?:is|:|=)*\s*[*\"'(\[]*\s*([A-J])\b(?!['\u2019])")
+# A small letter only where no word follows: "the answer is a prime" names no choice.
+_STATED = re.compile(
+    r"(?i:\b(?:answer|choice|option)\b\s*(?:is|:|=)*\s*[*\"'(\[]*\s*)([A-J]|[a-j](?![^\S\n]+\w|-))\b(?!['\u2019])"
+)
 _ALONE = re.compile(r"(?<![\w'\u2019])\(?([A-J])\)?(?![\w'\u2019])")
 
 
