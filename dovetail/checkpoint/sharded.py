@@ -127,7 +127,7 @@ def take_snapshot(
     if "model" in saved:
         tensors["model"] = get_model_state_dict(module, options=_OPTIONS)
     if "optimizer" in saved and optimizer is not None and has_steps:
-        tensors["optimizer"] = get_optimizer_state_dict(module, optimizer, options=_OPTIONS)
+        tensors["optimizer"], _ = _optimizer_state(module, optimizer)
     if copied and tensors:
         tensors = BlockingAsyncStager().stage(tensors)
     return StateSnapshot(tensors, capture_rng(), copy.deepcopy(dict(extra)), saved, has_steps)
@@ -190,6 +190,7 @@ def load_sharded(
     wanted = [name for name in CONTENTS if name in contents and (name != "optimizer" or optimizer is not None)]
     require_contents(folder, description, wanted)
     state: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     if "model" in wanted:
         state["model"] = get_model_state_dict(module, options=_OPTIONS)
     if "optimizer" in wanted and optimizer is not None:
@@ -198,7 +199,7 @@ def load_sharded(
         optimizer.zero_grad(set_to_none=True)
         optimizer.state.clear()
         if description["has_steps"]:
-            state["optimizer"] = get_optimizer_state_dict(module, optimizer, options=_OPTIONS)
+            state["optimizer"], settings = _optimizer_state(module, optimizer)
     try:
         dcp.load(
             state,
@@ -213,11 +214,19 @@ def load_sharded(
     if "model" in state:
         set_model_state_dict(module, state["model"], options=_OPTIONS)
     if "optimizer" in state and optimizer is not None:
-        set_optimizer_state_dict(module, optimizer, state["optimizer"], options=_OPTIONS)
+        set_optimizer_state_dict(module, optimizer, {**state["optimizer"], **settings}, options=_OPTIONS)
     if "extra" not in wanted:
         return None
     _restore_random_state(folder, description["world_size"])
     return read_extra(folder)
+
+
+def _optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What steps have made of the optimizer, which is saved, and its settings, which are those of each run."""
+    state, settings = {}, {}
+    for name, value in get_optimizer_state_dict(module, optimizer, options=_OPTIONS).items():
+        (settings if name.startswith("param_groups.") else state)[name] = value
+    return state, settings
 
 
 def read_description(folder: Path) -> dict[str, Any]:

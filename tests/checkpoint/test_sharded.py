@@ -119,6 +119,28 @@ def test_a_save_before_the_first_step_does_not_count_as_one(tmp_path: Path) -> N
     assert largest_difference(steps(again, 2), expected) == 0.0
 
 
+def test_the_optimizer_goes_on_with_the_settings_of_the_run_that_continues(tmp_path: Path) -> None:
+    backend = build("single")
+    steps(backend, 2)
+    backend.save_state(tmp_path)
+    changed = SETTINGS.model_copy(update={"weight_decay": 0.5, "betas": (0.5, 0.6), "eps": 0.01})
+    again = build_backend("single", tiny_policy(), fsdp=FP32, optim=changed)
+    again.load_state(tmp_path)
+    groups = again._require_optimizer().param_groups
+    assert [group["weight_decay"] for group in groups] == [0.5, 0.0]
+    assert {(group["betas"], group["eps"]) for group in groups} == {((0.5, 0.6), 0.01)}
+    assert largest_difference(as_numpy(again.named_weights()), as_numpy(backend.named_weights())) == 0.0
+
+
+def test_without_its_schedule_a_run_begins_with_the_rate_of_the_first_step(tmp_path: Path) -> None:
+    backend = build("single")
+    steps(backend, 2)
+    backend.save_state(tmp_path)
+    again = build("single")
+    again.load_state(tmp_path, contents=("model", "optimizer"))
+    assert {group["lr"] for group in again._require_optimizer().param_groups} == {SETTINGS.lr}
+
+
 def test_a_failing_write_on_one_rank_is_an_error_on_all_and_the_last_good_one_stays(two: list[dict[str, Any]]) -> None:
     for rank in two:
         message, latest, names = rank["full disk"]
