@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from dovetail.checkpoint.manifest import BrokenCheckpoint, write_part
-from dovetail.checkpoint.shard_files import PlainValues, SafeReader, UnsafeFileError
+from dovetail.checkpoint.shard_files import PlainValues, SafeReader, UnsafeFileError, misfit
 from dovetail.observability.waits import waiting
 from dovetail.protocol.plain_file import PlainFileError, load_plain, save_plain
 
@@ -201,9 +201,16 @@ def load_sharded(
         if description["has_steps"]:
             state["optimizer"], settings = _optimizer_state(module, optimizer)
     try:
+        reader = SafeReader(folder / _SHARDS)
+        if (reason := misfit(reader.read_metadata(), state)) is not None:
+            raise BrokenCheckpoint(
+                folder,
+                f"{reason}; set what the run that saved it had (model.path, override_config, lora_rank, "
+                "target_modules, optim.optimizer), or `dovetail export` it and start from that folder",
+            )
         dcp.load(
             state,
-            storage_reader=SafeReader(folder / _SHARDS),
+            storage_reader=reader,
             planner=PlainValues(),
             no_dist=without_collectives(world_size),
         )
