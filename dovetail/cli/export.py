@@ -101,7 +101,10 @@ def export_checkpoint(config: DovetailConfig, folder: Path, out: Path, *, dtype:
     model = config.critic.model if is_reward else config.actor_rollout_ref.model
     build = _megatron_backend if _section(config).strategy == "megatron" else _plain_backend
     backend = build(config, folder / ("critic" if is_reward else "actor"))
-    tokenizer = load_tokenizer(model.tokenizer_source, trust_remote_code=model.trust_remote_code)
+    template = config.actor_rollout_ref.model.custom_chat_template
+    tokenizer = load_tokenizer(
+        model.tokenizer_source, trust_remote_code=model.trust_remote_code, chat_template=template
+    )
     wanted = None if dtype is None else getattr(torch, dtype)
     source = None if is_reward else model_folder(model.path)
     export_hf_folder(backend, out, tokenizer=tokenizer, dtype=wanted, source=source)

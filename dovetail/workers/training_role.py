@@ -151,7 +151,11 @@ class CheckpointedRole(TrainingRole):
     def export_model(self, out: str, dtype: str | None = None) -> None:
         """Write the model as a Hugging Face folder, adapters merged."""
         model = self._model
-        tokenizer = load_tokenizer(model.tokenizer_source, trust_remote_code=model.trust_remote_code)
+        # Also of a critic: the conversations that it has read are the policy's.
+        template = self.config.actor_rollout_ref.model.custom_chat_template
+        tokenizer = load_tokenizer(
+            model.tokenizer_source, trust_remote_code=model.trust_remote_code, chat_template=template
+        )
         wanted = None if dtype is None else getattr(torch, dtype)
         # Of a policy also other files of its folder, see `save_hf_folder`.
         source = model_folder(model.path) if self._trains == "actor" else None

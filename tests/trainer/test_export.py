@@ -23,6 +23,7 @@ SAVING = {
     "trainer.save_freq": 1,
     "actor_rollout_ref.actor.checkpoint.save_contents": ["model", "optimizer", "extra", "hf_model"],
 }
+PARAMETERS = "mixed_precision.param_dtype"
 
 
 def logits(folder: Path) -> torch.Tensor:
@@ -35,6 +36,20 @@ def words(folder: Path) -> list[int]:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert tokenizer is not None
     return tokenizer("say 40")["input_ids"]
+
+
+def test_exports_have_the_chat_template_and_the_dtype_that_was_trained_with(toy: Toy, tmp_path: Path) -> None:
+    template = "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}{% endfor %}"
+    section = "actor_rollout_ref.model.custom_chat_template"
+    half = {f"actor_rollout_ref.actor.fsdp_config.{name}": "bfloat16" for name in ("model_dtype", PARAMETERS)}
+    train(toy.config(tmp_path / "run", {**SAVING, **half, section: template, "trainer.total_training_steps": 1}))
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "wide"), "--dtype", "float32"]) == 0
+    saved = tmp_path / "run" / "global_step_1" / "actor" / "huggingface"
+    for folder, dtype in ((saved, torch.bfloat16), (tmp_path / "wide", torch.float32)):
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        assert tokenizer is not None
+        assert tokenizer.chat_template == template
+        assert AutoModelForCausalLM.from_pretrained(folder).dtype == dtype
 
 
 def test_transformers_gives_the_log_probs_of_the_policy_that_was_saved(toy: Toy, tmp_path: Path) -> None:
@@ -122,6 +137,7 @@ def test_lora_adapters_are_merged_and_the_dtype_is_as_asked(toy: Toy, tmp_path: 
     assert not torch.allclose(logits(saved), logits(toy.model), atol=1e-3)
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "half"), "--dtype", "bfloat16"]) == 0
     assert {weight.dtype for weight in load_file(tmp_path / "half" / "model.safetensors").values()} == {torch.bfloat16}
+    assert json.loads((tmp_path / "half" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
 def test_what_cannot_be_exported_is_said_and_writes_nothing(
