@@ -138,6 +138,13 @@ def test_resume_mode_chooses_the_checkpoint(toy: Toy, tmp_path: Path) -> None:
     assert (tmp_path / "a" / "previous_1" / "metrics.jsonl").exists()
 
 
+def test_a_checkpoint_without_a_critic_is_refused_by_a_run_with_one(toy: Toy, tmp_path: Path) -> None:
+    train(toy.config(tmp_path / "run", {"trainer.save_freq": 1, "trainer.total_training_steps": 1}))
+    with pytest.raises(BrokenCheckpoint, match="trained no critic, and this one does; `dovetail export`") as refused:
+        train(toy.config(tmp_path / "run", {"algorithm.adv_estimator": "gae"}))
+    assert not refused.value.damaged
+
+
 def test_adapters_go_on_with_the_scale_that_they_were_trained_with(toy: Toy, tmp_path: Path) -> None:
     section = "actor_rollout_ref.model"
     lora = {"trainer.save_freq": 1, f"{section}.lora_rank": 4, f"{section}.lora_alpha": 8}
