@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -141,7 +143,7 @@ def test_lora_adapters_are_merged_and_the_dtype_is_as_asked(toy: Toy, tmp_path: 
 
 
 def test_what_cannot_be_exported_is_said_and_writes_nothing(
-    toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "run").mkdir()
     out = tmp_path / "out"
@@ -149,6 +151,12 @@ def test_what_cannot_be_exported_is_said_and_writes_nothing(
         assert main(["export", str(tmp_path / folder), str(out)]) == 2
         assert says in capsys.readouterr().err
     train(toy.config(tmp_path / "run", {"trainer.save_freq": 3}))
+    with monkeypatch.context() as full:
+        reason = "Error while serializing: I/O error: No space left on device (os error 28)"
+        full.setattr("dovetail.models.save.save_file", Mock(side_effect=SafetensorError(reason)))
+        assert main(["export", str(tmp_path / "run"), str(out)]) == 2
+    assert f"{out} could not be written, the disk is full" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
     (tmp_path / "run" / "global_step_3" / "actor" / "state.json").write_text("{}")
     assert main(["export", str(tmp_path / "run"), str(out)]) == 2
     assert "state.json" in capsys.readouterr().err
