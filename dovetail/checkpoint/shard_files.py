@@ -10,13 +10,14 @@ from __future__ import annotations
 import io
 import os
 import pickle
+from collections.abc import Mapping
 from pathlib import PurePosixPath
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 
 _DCP = "torch.distributed.checkpoint"
@@ -73,6 +74,22 @@ class SafeReader(dcp.FileSystemReader):
         known.load_id = self.load_id
         metadata.storage_meta = known
         return metadata
+
+
+def misfit(stored: Metadata, state: Mapping[str, Mapping[str, Any]]) -> str | None:
+    """Why `state` (its parts, tensors by name) is not what was stored; None when it is.
+
+    Weights that only the file has count too: torch would leave them out, and a shorter model would be loaded.
+    """
+    entries = stored.state_dict_metadata
+    asked = {f"{part}.{name}": tensor for part, tensors in state.items() for name, tensor in tensors.items()}
+    for name, tensor in asked.items():
+        if (entry := entries.get(name)) is None:
+            return f"it has no {name}"
+        if isinstance(entry, TensorStorageMetadata) and entry.size != tensor.shape:
+            return f"{name} has shape {tuple(entry.size)} in it and {tuple(tensor.shape)} in this run"
+    surplus = (name for name in entries if name.startswith("model.") and name not in asked and "model" in state)
+    return next((f"this run's model has no {name}" for name in surplus), None)
 
 
 class PlainValues(DefaultLoadPlanner):

@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from dovetail.checkpoint.manifest import BrokenCheckpoint, write_part
-from dovetail.checkpoint.shard_files import PlainValues, SafeReader, UnsafeFileError
+from dovetail.checkpoint.shard_files import PlainValues, SafeReader, UnsafeFileError, misfit
 from dovetail.observability.waits import waiting
 from dovetail.protocol.plain_file import PlainFileError, load_plain, save_plain
 
@@ -127,7 +127,7 @@ def take_snapshot(
     if "model" in saved:
         tensors["model"] = get_model_state_dict(module, options=_OPTIONS)
     if "optimizer" in saved and optimizer is not None and has_steps:
-        tensors["optimizer"] = get_optimizer_state_dict(module, optimizer, options=_OPTIONS)
+        tensors["optimizer"], _ = _optimizer_state(module, optimizer)
     if copied and tensors:
         tensors = BlockingAsyncStager().stage(tensors)
     return StateSnapshot(tensors, capture_rng(), copy.deepcopy(dict(extra)), saved, has_steps)
@@ -190,6 +190,7 @@ def load_sharded(
     wanted = [name for name in CONTENTS if name in contents and (name != "optimizer" or optimizer is not None)]
     require_contents(folder, description, wanted)
     state: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     if "model" in wanted:
         state["model"] = get_model_state_dict(module, options=_OPTIONS)
     if "optimizer" in wanted and optimizer is not None:
@@ -198,11 +199,18 @@ def load_sharded(
         optimizer.zero_grad(set_to_none=True)
         optimizer.state.clear()
         if description["has_steps"]:
-            state["optimizer"] = get_optimizer_state_dict(module, optimizer, options=_OPTIONS)
+            state["optimizer"], settings = _optimizer_state(module, optimizer)
     try:
+        reader = SafeReader(folder / _SHARDS)
+        if (reason := misfit(reader.read_metadata(), state)) is not None:
+            raise BrokenCheckpoint(
+                folder,
+                f"{reason}; set what the run that saved it had (model.path, override_config, lora_rank, "
+                "target_modules, optim.optimizer), or `dovetail export` it and start from that folder",
+            )
         dcp.load(
             state,
-            storage_reader=SafeReader(folder / _SHARDS),
+            storage_reader=reader,
             planner=PlainValues(),
             no_dist=without_collectives(world_size),
         )
@@ -213,11 +221,19 @@ def load_sharded(
     if "model" in state:
         set_model_state_dict(module, state["model"], options=_OPTIONS)
     if "optimizer" in state and optimizer is not None:
-        set_optimizer_state_dict(module, optimizer, state["optimizer"], options=_OPTIONS)
+        set_optimizer_state_dict(module, optimizer, {**state["optimizer"], **settings}, options=_OPTIONS)
     if "extra" not in wanted:
         return None
     _restore_random_state(folder, description["world_size"])
     return read_extra(folder)
+
+
+def _optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What steps have made of the optimizer, which is saved, and its settings, which are those of each run."""
+    state, settings = {}, {}
+    for name, value in get_optimizer_state_dict(module, optimizer, options=_OPTIONS).items():
+        (settings if name.startswith("param_groups.") else state)[name] = value
+    return state, settings
 
 
 def read_description(folder: Path) -> dict[str, Any]:

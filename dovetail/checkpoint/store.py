@@ -11,6 +11,7 @@ import logging
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,7 @@ class CheckpointStore:
             replaced = self.root / f".global_step_{step}.replaced"
             os.rename(final, replaced)
             os.rename(partial, final)
-            shutil.rmtree(replaced)
+            self._delete(replaced, step)
         else:
             os.rename(partial, final)
         flush_to_disk(self.root)
@@ -132,18 +133,21 @@ class CheckpointStore:
         recorded = self._recorded_step()
         surplus = [step for step in complete[: -self._max_to_keep] if step != recorded]
         for step in surplus:
-            # Hidden first, so that a kill during the deletion does not leave a broken folder under a good name.
-            hidden = self.root / f".global_step_{step}.partial"
-            os.rename(self.folder(step), hidden)
-            # On NFS a file that somebody has open cannot be deleted; `begin` tries again.
-            shutil.rmtree(hidden, ignore_errors=True)
+            self._delete(self.folder(step), step)
         return surplus
+
+    def _delete(self, folder: Path, step: int) -> None:
+        # Hidden first, so that a kill during the deletion does not leave a broken folder under a good name.
+        hidden = tempfile.mkdtemp(prefix=f".global_step_{step}.", suffix=".partial", dir=self.root)
+        os.rename(folder, hidden)
+        # On NFS a file that somebody has open cannot be deleted; `begin` tries again.
+        shutil.rmtree(hidden, ignore_errors=True)
 
     def _finish_replacing(self) -> None:
         for replaced in self.root.glob(".global_step_*.replaced"):
             final = self.root / replaced.name[1:].removesuffix(".replaced")
             if final.exists():
-                shutil.rmtree(replaced)
+                shutil.rmtree(replaced, ignore_errors=True)
             else:
                 os.rename(replaced, final)
 

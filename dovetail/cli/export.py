@@ -13,12 +13,14 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dovetail.cli.option_types import output_folder
 from dovetail.config import ConfigError, DovetailConfig, load_config
+from dovetail.observability.disk import explaining_full_disk
 from dovetail.trainer.saved_model import checkpoint_folder, override, run_config_file
 
 if TYPE_CHECKING:
@@ -81,10 +83,8 @@ def export_run(
     config = _run_config(folder, model)
     if push_to_hub is not None:
         make_repository(push_to_hub)  # first: an export of a large model takes minutes
-    if adapter:
-        export_adapter(config, folder, out)
-    else:
-        export_checkpoint(config, folder, out, dtype=dtype)
+    with explaining_full_disk(out, advice="free some space, or name a folder on another disk"):
+        (export_adapter if adapter else export_checkpoint)(config, folder, out, dtype=dtype)
     if push_to_hub is not None:
         push_folder(out, push_to_hub)
     return folder
@@ -101,14 +101,19 @@ def export_checkpoint(config: DovetailConfig, folder: Path, out: Path, *, dtype:
     model = config.critic.model if is_reward else config.actor_rollout_ref.model
     build = _megatron_backend if _section(config).strategy == "megatron" else _plain_backend
     backend = build(config, folder / ("critic" if is_reward else "actor"))
-    tokenizer = load_tokenizer(model.tokenizer_source, trust_remote_code=model.trust_remote_code)
+    template = config.actor_rollout_ref.model.custom_chat_template
+    tokenizer = load_tokenizer(
+        model.tokenizer_source, trust_remote_code=model.trust_remote_code, chat_template=template
+    )
     wanted = None if dtype is None else getattr(torch, dtype)
     source = None if is_reward else model_folder(model.path)
     export_hf_folder(backend, out, tokenizer=tokenizer, dtype=wanted, source=source)
 
 
-def export_adapter(config: DovetailConfig, folder: Path, out: Path) -> None:
+def export_adapter(config: DovetailConfig, folder: Path, out: Path, *, dtype: str | None = None) -> None:
     """Write the LoRA adapter of `folder/actor` in peft's format, with the name of the model it belongs to."""
+    import torch
+
     from dovetail.models.save import publish_folder
     from dovetail.weight_sync import write_peft_folder
     from dovetail.workers.adapters import adapter_of
@@ -124,7 +129,11 @@ def export_adapter(config: DovetailConfig, folder: Path, out: Path) -> None:
     backend = _plain_backend(config, folder / "actor")
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as work:
-        write_peft_folder(adapter_of(backend, policy.model), Path(work) / out.name, base_model=policy.model.path)
+        adapter = adapter_of(backend, policy.model)
+        if dtype is not None:
+            wanted = getattr(torch, dtype)
+            adapter = replace(adapter, tensors=((name, tensor.to(wanted)) for name, tensor in adapter.tensors))
+        write_peft_folder(adapter, Path(work) / out.name, base_model=policy.model.path)
         publish_folder(Path(work) / out.name, out)
 
 

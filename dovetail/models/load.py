@@ -81,8 +81,11 @@ def load_config(
     return config
 
 
-def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> Any:
-    """The tokenizer, with a padding token: the end-of-text token serves when the folder names none."""
+def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False, chat_template: str | None = None) -> Any:
+    """The tokenizer, with a padding token: the end-of-text token serves when the folder names none.
+
+    Without a `chat_template` it has the folder's.
+    """
     folder = reader_folder(path)
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
@@ -99,6 +102,8 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> Any:
         )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
+    if chat_template is not None:
+        tokenizer.chat_template = chat_template
     return tokenizer
 
 

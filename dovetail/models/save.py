@@ -5,6 +5,7 @@ Shards are written as they fill, so the peak is one shard; the folder appears un
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import shutil
@@ -49,8 +50,10 @@ def save_hf_folder(
     out.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     try:
-        _write_shards(weights, work, dtype, max_shard_bytes)
-        config.save_pretrained(work)
+        written = _write_shards(weights, work, dtype, max_shard_bytes)
+        described = copy.deepcopy(config)
+        described.dtype = written or config.dtype  # readers cast the weights to what it says
+        described.save_pretrained(work)
         if tokenizer is not None:
             tokenizer.save_pretrained(work)
         if source is not None:
@@ -86,7 +89,9 @@ def publish_folder(work: Path, out: Path) -> None:
 
 def _write_shards(
     weights: Iterable[tuple[str, Tensor]], folder: Path, dtype: torch.dtype | None, max_shard_bytes: int
-) -> None:
+) -> torch.dtype | None:
+    """Returns the dtype of the weights: that of the first with a floating-point one."""
+    written: torch.dtype | None = None
     shards: list[list[str]] = []
     pending: dict[str, Tensor] = {}
     size = total = 0
@@ -103,13 +108,14 @@ def _write_shards(
             flush()
             size = 0
         pending[name] = held
+        written = written or (cast if tensor.is_floating_point() else None)
         size += held.nbytes
         total += held.nbytes
     if pending or not shards:
         flush()
     if len(shards) == 1:
         (folder / "shard-0.safetensors").rename(folder / "model.safetensors")
-        return
+        return written
     weight_map = {}
     for number, names in enumerate(shards):
         file = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
@@ -117,3 +123,4 @@ def _write_shards(
         weight_map |= dict.fromkeys(names, file)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+    return written

@@ -36,8 +36,8 @@ def explaining_full_disk(path: Path, *, advice: str = "") -> Iterator[None]:
     """Turn the system's `No space left on device`, which names no file, into a `DiskFullError` that does."""
     try:
         yield
-    except OSError as error:
-        if isinstance(error, DiskFullError) or error.errno not in _FULL:
+    except Exception as error:  # safetensors has one of its own
+        if isinstance(error, DiskFullError) or not is_full_disk(error):
             raise
         raise DiskFullError(path, advice=advice) from error
 

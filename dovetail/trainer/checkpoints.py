@@ -140,6 +140,12 @@ class TrainerCheckpoints:
             self.carried = {file.stem: DataProto.load_from_disk(file) for file in files}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise BrokenCheckpoint(folder, f"the driver's state is not readable ({error})", damaged=True) from error
+        if missing := [name for name in groups.trained if not (folder / name).is_dir()]:
+            raise BrokenCheckpoint(
+                folder,
+                f"the run that saved it trained no {missing[0]}, and this one does; `dovetail export` it and start a "
+                "new run from that folder",
+            )
         for name, group in groups.trained.items():
             _load_role(group, folder / name)
         return LoadedCheckpoint(step, folder, state, metrics)

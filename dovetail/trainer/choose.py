@@ -363,9 +363,11 @@ def _prompts(choices: _Choices) -> _Prompts:
             key in columns for key in (data.image_key, data.video_key)
         ):
             return _Prompts(num_rows)
-        tokenizer = load_tokenizer(data.tokenizer or model.tokenizer_source, trust_remote_code=model.trust_remote_code)
-        if model.custom_chat_template is not None:
-            tokenizer.chat_template = model.custom_chat_template
+        tokenizer = load_tokenizer(
+            data.tokenizer or model.tokenizer_source,
+            trust_remote_code=model.trust_remote_code,
+            chat_template=model.custom_chat_template,
+        )
         encoder = PromptEncoder(tokenizer, dict(data.apply_chat_template_kwargs))
         stride = math.ceil(sum(len(file) for file in files) / _MOST_ROWS_READ)
         key, longest, num_read = choices.config.data.prompt_key, 0, 0

@@ -110,6 +110,8 @@ class CheckpointedRole(TrainingRole):
         """Write this rank's part of `checkpoint.save_contents`; `background`: from a copy, while training goes on."""
         backend, settings = self._trained.backend, self._section.checkpoint
         own = {"num_updates": self._trained.num_updates, **(extra or {})}
+        if self._model.uses_lora:
+            own["lora_alpha"] = self._model.lora_alpha
         with loaded(backend, self._section.offloading, trains=True):
             save = backend.start_save if background else backend.save_state
             save(Path(local_path), extra=own, contents=settings.save_contents)
@@ -136,13 +138,24 @@ class CheckpointedRole(TrainingRole):
                 return backend.load_state(Path(local_path), contents=("model",))
             extra = load_contents(backend, Path(local_path), self._section.checkpoint)
         self._trained.num_updates = extra.pop("num_updates", 0)
+        # The adapters' tensors do not tell by how much they count.
+        if (saved := extra.pop("lora_alpha", None)) not in (None, own := self._model.lora_alpha):
+            raise BrokenCheckpoint(
+                Path(local_path),
+                f"its adapters were trained with lora_alpha={saved} and this run's lora_alpha={own} would scale them; "
+                f"set lora_alpha={saved}, or `dovetail export` it and start from that folder",
+            )
         return extra
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def export_model(self, out: str, dtype: str | None = None) -> None:
         """Write the model as a Hugging Face folder, adapters merged."""
         model = self._model
-        tokenizer = load_tokenizer(model.tokenizer_source, trust_remote_code=model.trust_remote_code)
+        # Also of a critic: the conversations that it has read are the policy's.
+        template = self.config.actor_rollout_ref.model.custom_chat_template
+        tokenizer = load_tokenizer(
+            model.tokenizer_source, trust_remote_code=model.trust_remote_code, chat_template=template
+        )
         wanted = None if dtype is None else getattr(torch, dtype)
         # Of a policy also other files of its folder, see `save_hf_folder`.
         source = model_folder(model.path) if self._trains == "actor" else None

@@ -38,11 +38,6 @@ def in_metadata(shards: Path, marker: Path) -> None:
     (shards / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
-def in_value(shards: Path, marker: Path) -> None:
-    """In the place of a number that is stored beside the tensors."""
-    _replace(shards, marker, lambda entry: isinstance(entry, BytesStorageMetadata))
-
-
 def in_tensor(shards: Path, marker: Path) -> None:
     _replace(shards, marker, lambda entry: isinstance(entry, TensorStorageMetadata))
 

@@ -6,8 +6,10 @@ they are compared to 1e-5 in fp32 (see ``tests.backends.test_parity``); on the s
 
 from __future__ import annotations
 
+import copy
 import random
 import resource
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from dovetail.backends.build import build_backend
 from dovetail.backends.torch_backend import TorchBackend
 from dovetail.checkpoint.manifest import BrokenCheckpoint
 from dovetail.checkpoint.store import CheckpointStore
+from dovetail.models.lora import add_lora
 from tests.backends.tiny import (
     FP32,
     OPTIM,
@@ -117,6 +120,52 @@ def test_a_save_before_the_first_step_does_not_count_as_one(tmp_path: Path) -> N
     expected = steps(fresh, 2)
     assert largest_difference(steps(backend, 2), expected) == 0.0
     assert largest_difference(steps(again, 2), expected) == 0.0
+
+
+def test_the_optimizer_goes_on_with_the_settings_of_the_run_that_continues(tmp_path: Path) -> None:
+    backend = build("single")
+    steps(backend, 2)
+    backend.save_state(tmp_path)
+    changed = SETTINGS.model_copy(update={"weight_decay": 0.5, "betas": (0.5, 0.6), "eps": 0.01})
+    again = build_backend("single", tiny_policy(), fsdp=FP32, optim=changed)
+    again.load_state(tmp_path)
+    groups = again._require_optimizer().param_groups
+    assert [group["weight_decay"] for group in groups] == [0.5, 0.0]
+    assert {(group["betas"], group["eps"]) for group in groups} == {((0.5, 0.6), 0.01)}
+    assert largest_difference(as_numpy(again.named_weights()), as_numpy(backend.named_weights())) == 0.0
+
+
+def test_without_its_schedule_a_run_begins_with_the_rate_of_the_first_step(tmp_path: Path) -> None:
+    backend = build("single")
+    steps(backend, 2)
+    backend.save_state(tmp_path)
+    again = build("single")
+    again.load_state(tmp_path, contents=("model", "optimizer"))
+    assert {group["lr"] for group in again._require_optimizer().param_groups} == {SETTINGS.lr}
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda model: model.layers.__delitem__(1), r"this run's model has no .*layers\.1\."),
+        (lambda model: model.layers.append(copy.deepcopy(model.layers[1])), r"it has no .*layers\.2\."),
+        (
+            lambda model: setattr(model, "norm", torch.nn.LayerNorm(16, bias=False)),
+            r"norm\.weight has shape \(32,\) in it and \(16,\) in this run",
+        ),
+        (lambda model: add_lora(model, rank=4, alpha=8.0), r"it has no .*\.base_layer\..*lora_rank"),
+    ],
+    ids=["fewer layers", "more layers", "shape", "adapters"],
+)
+def test_a_checkpoint_of_another_model_is_refused_and_not_taken_for_damaged(
+    change: Callable[[Any], Any], reason: str, tmp_path: Path
+) -> None:
+    build("single").save_state(tmp_path)
+    network = tiny_policy()
+    change(network.hf_model.model)
+    with pytest.raises(BrokenCheckpoint, match=reason) as refused:
+        build_backend("single", network, fsdp=FP32, optim=SETTINGS).load_state(tmp_path)
+    assert not refused.value.damaged
 
 
 def test_a_failing_write_on_one_rank_is_an_error_on_all_and_the_last_good_one_stays(two: list[dict[str, Any]]) -> None:

@@ -117,8 +117,9 @@ def test_retention_never_deletes_the_only_whole_one(tmp_path: Path) -> None:
     assert store.latest() == store.folder(1)
 
 
+@pytest.mark.parametrize("repeated", [False, True], ids=["pruned", "replaced"])
 def test_a_file_that_cannot_be_deleted_yet_does_not_end_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, repeated: bool
 ) -> None:
     """NFS keeps a file that somebody reads as `.nfs...`, and refuses to delete it."""
     store = CheckpointStore(tmp_path, max_to_keep=1)
@@ -132,7 +133,7 @@ def test_a_file_that_cannot_be_deleted_yet_does_not_end_the_run(
 
     with monkeypatch.context() as nfs:
         nfs.setattr(os, "unlink", refuse)
-        save(store, 2)
+        save(store, 1 if repeated else 2)
         assert save(store, 3) == store.latest()
     assert store.steps() == [3]
     save(store, 4)

@@ -64,7 +64,6 @@ HOSTILE: dict[str, Callable[[Path, Path], None]] = {
         for name in ("surplus.safetensors", "actor/extra.safetensors", "actor/rng_0.safetensors", SHARD)
     },
     "in the description of the tensors": lambda folder, marker: payload.in_metadata(folder / "actor/shards", marker),
-    "as a value": lambda folder, marker: payload.in_value(folder / "actor/shards", marker),
     "as a tensor": lambda folder, marker: payload.in_tensor(folder / "actor/shards", marker),
     "as a tensor that is called a value": (
         lambda folder, marker: payload.in_tensor_called_a_value(folder / "actor/shards", marker)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -23,6 +25,7 @@ SAVING = {
     "trainer.save_freq": 1,
     "actor_rollout_ref.actor.checkpoint.save_contents": ["model", "optimizer", "extra", "hf_model"],
 }
+PARAMETERS = "mixed_precision.param_dtype"
 
 
 def logits(folder: Path) -> torch.Tensor:
@@ -35,6 +38,20 @@ def words(folder: Path) -> list[int]:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert tokenizer is not None
     return tokenizer("say 40")["input_ids"]
+
+
+def test_exports_have_the_chat_template_and_the_dtype_that_was_trained_with(toy: Toy, tmp_path: Path) -> None:
+    template = "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}{% endfor %}"
+    section = "actor_rollout_ref.model.custom_chat_template"
+    half = {f"actor_rollout_ref.actor.fsdp_config.{name}": "bfloat16" for name in ("model_dtype", PARAMETERS)}
+    train(toy.config(tmp_path / "run", {**SAVING, **half, section: template, "trainer.total_training_steps": 1}))
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "wide"), "--dtype", "float32"]) == 0
+    saved = tmp_path / "run" / "global_step_1" / "actor" / "huggingface"
+    for folder, dtype in ((saved, torch.bfloat16), (tmp_path / "wide", torch.float32)):
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        assert tokenizer is not None
+        assert tokenizer.chat_template == template
+        assert AutoModelForCausalLM.from_pretrained(folder).dtype == dtype
 
 
 def test_transformers_gives_the_log_probs_of_the_policy_that_was_saved(toy: Toy, tmp_path: Path) -> None:
@@ -122,10 +139,11 @@ def test_lora_adapters_are_merged_and_the_dtype_is_as_asked(toy: Toy, tmp_path: 
     assert not torch.allclose(logits(saved), logits(toy.model), atol=1e-3)
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "half"), "--dtype", "bfloat16"]) == 0
     assert {weight.dtype for weight in load_file(tmp_path / "half" / "model.safetensors").values()} == {torch.bfloat16}
+    assert json.loads((tmp_path / "half" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
 def test_what_cannot_be_exported_is_said_and_writes_nothing(
-    toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "run").mkdir()
     out = tmp_path / "out"
@@ -133,6 +151,12 @@ def test_what_cannot_be_exported_is_said_and_writes_nothing(
         assert main(["export", str(tmp_path / folder), str(out)]) == 2
         assert says in capsys.readouterr().err
     train(toy.config(tmp_path / "run", {"trainer.save_freq": 3}))
+    with monkeypatch.context() as full:
+        reason = "Error while serializing: I/O error: No space left on device (os error 28)"
+        full.setattr("dovetail.models.save.save_file", Mock(side_effect=SafetensorError(reason)))
+        assert main(["export", str(tmp_path / "run"), str(out)]) == 2
+    assert f"{out} could not be written, the disk is full" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
     (tmp_path / "run" / "global_step_3" / "actor" / "state.json").write_text("{}")
     assert main(["export", str(tmp_path / "run"), str(out)]) == 2
     assert "state.json" in capsys.readouterr().err

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import tests.ranks  # noqa: F401  the fork server has torch and the models imported then
+from dovetail.checkpoint.manifest import BrokenCheckpoint
 from dovetail.checkpoint.store import CheckpointStore
 from dovetail.config import ConfigError
 from dovetail.protocol import DataProto
@@ -135,6 +136,24 @@ def test_resume_mode_chooses_the_checkpoint(toy: Toy, tmp_path: Path) -> None:
     _, anew = train(toy.config(tmp_path / "a", {"trainer.resume_mode": "disable"}))
     assert repeatable(anew) == repeatable(whole)
     assert (tmp_path / "a" / "previous_1" / "metrics.jsonl").exists()
+
+
+def test_a_checkpoint_without_a_critic_is_refused_by_a_run_with_one(toy: Toy, tmp_path: Path) -> None:
+    train(toy.config(tmp_path / "run", {"trainer.save_freq": 1, "trainer.total_training_steps": 1}))
+    with pytest.raises(BrokenCheckpoint, match="trained no critic, and this one does; `dovetail export`") as refused:
+        train(toy.config(tmp_path / "run", {"algorithm.adv_estimator": "gae"}))
+    assert not refused.value.damaged
+
+
+def test_adapters_go_on_with_the_scale_that_they_were_trained_with(toy: Toy, tmp_path: Path) -> None:
+    section = "actor_rollout_ref.model"
+    lora = {"trainer.save_freq": 1, f"{section}.lora_rank": 4, f"{section}.lora_alpha": 8}
+    _, expected = train(toy.config(tmp_path / "whole", lora))
+    train(toy.config(tmp_path / "run", {**lora, "trainer.total_training_steps": 2}))
+    with pytest.raises(BrokenCheckpoint, match=r"lora_alpha=8.*this run's lora_alpha=32.*set lora_alpha=8") as refused:
+        train(toy.config(tmp_path / "run", {**lora, f"{section}.lora_alpha": 32}))
+    assert not refused.value.damaged
+    assert repeatable(train(toy.config(tmp_path / "run", lora))[1]) == repeatable(expected)
 
 
 def test_checkpoints_of_an_earlier_run_are_not_those_of_a_run_that_starts_over(toy: Toy, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from dovetail.cli.main import main
@@ -202,6 +203,11 @@ def test_an_exported_adapter_on_its_model_is_the_merged_policy(toy: Toy, tmp_pat
     assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["base_model_name_or_path"] == str(
         toy.model
     )
+    half = [str(tmp_path / "run"), str(tmp_path / "half"), "--adapter", "--dtype", "bfloat16"]
+    assert main(["export", *half]) == 0
+    assert {tensor.dtype for tensor in load_file(tmp_path / "half" / "adapter_model.safetensors").values()} == {
+        torch.bfloat16
+    }
     base = AutoModelForCausalLM.from_pretrained(toy.model, dtype=torch.float32)
     ids = torch.arange(3, 35)[None]
     with torch.no_grad():
