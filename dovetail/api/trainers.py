@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 import logging
+import os
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -58,20 +61,22 @@ class Trainer:
         on_step: OnStep | None = None,
         **overrides: Any,
     ) -> None:
-        wanted = (
-            ("on_step", on_step, Callable, "a function of (step, metrics)"),
-            ("config", config, Mapping, "a dict of keys"),
-        )
-        for name, given, kind, words in wanted:
-            if given is not None and not isinstance(given, kind):
-                raise ConfigError([Problem(name, f"{name} is a {type(given).__name__}; it must be {words}.")])
+        _check_kind("model", model, str | os.PathLike, _MODEL)
+        if output is not None:
+            _check_kind("output", output, str | os.PathLike, "the path of the run folder")
+        if ray is not None:
+            _check_kind("ray", ray, bool, "True or False")
+        if on_step is not None:
+            _check_kind("on_step", on_step, Callable, "a function of (step, metrics)")
+        if config is not None:
+            _check_kind("config", config, Mapping, "a dict of keys")
         self._data, self._val_data = data, val_data
         self._ray, self._on_step = ray, on_step
         short = {"model": str(model), "engine": engine, "steps": steps, "lr": lr}
         self._short = {name: value for name, value in short.items() if value is not None}
         self._keys = {**dict(leaves(config or {})), **overrides}
         folder = output or self._keys.get("trainer.default_local_dir") or self._keys.get("output")
-        self._folder = Path(folder).expanduser() if folder else _new_folder(type(self).__name__.lower())
+        self._given_folder = Path(folder).expanduser() if folder else None
         self._loaded: LoadedConfig | None = None
 
     @property
@@ -105,6 +110,10 @@ class Trainer:
 
         run_training(config, use_ray=self._uses_ray(config), on_step=self._on_step, on_checked=say)
         return Run(config.trainer.run_dir)
+
+    @cached_property
+    def _folder(self) -> Path:
+        return self._given_folder or _new_folder(type(self).__name__.lower())
 
     def _load(self) -> LoadedConfig:
         if self._loaded is None:
@@ -222,6 +231,7 @@ class Distill(_RL):
 
     def __init__(self, model: str | Path, data: Data, teacher: str | Path, reward: Reward | None = None, **more: Any):
         super().__init__(model, data, reward, **more)
+        _check_kind("teacher", teacher, str | os.PathLike, _MODEL)
         self._keys = {"distill.teacher.path": str(teacher), **self._keys}
 
 
@@ -254,11 +264,22 @@ class RewardModel(Trainer):
     preset: ClassVar[Mapping[str, Any]] = {"trainer.method": "reward"}
 
 
+_MODEL = "a folder (of a model in memory: what its save_pretrained wrote, with the tokenizer), or a name on the hub"
+
+
+def _check_kind(name: str, given: object, kind: Any, words: str) -> None:
+    if not isinstance(given, kind):
+        raise ConfigError([Problem(name, f"{name} is a {type(given).__name__}; it must be {words}.")])
+
+
 def _new_folder(name: str) -> Path:
-    """A folder that no run has; the time tells them apart."""
+    """A folder that no run has. It is made here: another run, or process, may start in the same second."""
     stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    folder, number = Path("runs") / f"{name}-{stamp}", 1
-    while folder.exists():
-        number += 1
-        folder = Path("runs") / f"{name}-{stamp}-{number}"
-    return folder.absolute()
+    for number in itertools.count(1):
+        folder = Path("runs").absolute() / (f"{name}-{stamp}" + (f"-{number}" if number > 1 else ""))
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        return folder
+    raise AssertionError("numbers do not end")

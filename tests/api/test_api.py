@@ -234,6 +234,32 @@ def test_a_list_of_paths_may_name_what_a_users_class_or_the_hub_has_and_files_th
     )
 
 
+def test_trainers_made_in_the_same_second_have_folders_of_their_own(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a sweep in one line: the second continued the first one's run, which had nothing left to train."""
+    monkeypatch.chdir(tmp_path)
+    trainers = [dovetail.SFT(model, "rows.jsonl", lr=lr) for lr in (1e-4, 1e-5, 1e-6)]
+    folders = {trainer.config.trainer.run_dir for trainer in trainers}
+    assert len(folders) == 3
+    assert {trainer.config.trainer.run_dir for trainer in trainers} == folders
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"model": object()}, "model is a object; it must be a folder .*save_pretrained.*, or a name on the hub"),
+        ({"output": 3}, "output is a int; it must be the path"),
+        ({"ray": "no"}, "ray is a str; it must be True or False"),
+    ],
+)
+def test_an_argument_of_another_type_is_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        dovetail.SFT(**{"model": "model", "data": ROWS} | arguments)
+    with pytest.raises(ConfigError, match="teacher is a object; it must be a folder"):
+        dovetail.Distill("model", ROWS, object())  # pyrefly: ignore[bad-argument-type]
+
+
 def test_a_callback_that_is_no_function_and_keys_that_are_no_dict_are_refused(model: str) -> None:
     with pytest.raises(ConfigError, match="on_step is a int; it must be a function of"):
         dovetail.GRPO(model, ROWS, ascii_share, on_step=5)  # pyrefly: ignore[bad-argument-type]
