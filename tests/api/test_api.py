@@ -13,6 +13,7 @@ import pytest
 
 import dovetail
 from dovetail.config import ConfigError
+from dovetail.data.errors import DataError
 from tests.api.scores import ascii_share
 from tests.ray_workers import quick_workers
 from tests.trainer.toy_run import save_toy_model
@@ -76,6 +77,9 @@ def test_a_run_of_rows_and_a_function_learns_and_leaves_everything_behind(model:
     assert run.checkpoint.name == "global_step_12"
     assert len(run.generate(["say 1", "say 2"], n=2, temperature=1.0, max_tokens=4)) == 4
     assert len(run.generate([{"role": "user", "content": "say 1"}], max_tokens=4)) == 1
+    assert run.generate([]) == []
+    with pytest.raises(DataError, match="prompts is one message"):
+        run.generate({"role": "user", "content": "say 1"})  # pyrefly: ignore[bad-argument-type]
     exported = run.export(tmp_path / "exported")
     assert (exported / "model.safetensors").exists()
     with pytest.raises(FileExistsError):
@@ -208,6 +212,7 @@ def test_rows_of_any_kind_are_written_to_the_run_folder(model: str, tmp_path: Pa
         ({"prompt": ["a"]}, ascii_share, "data: it is a dict; give a path"),
         (5, ascii_share, "data: it is a int; give a path"),
         (ROWS, 5, "reward: it is a int; give a function"),
+        (ROWS, [ascii_share, 5], "reward: it holds a int; give functions"),
         ([{"prompt": b"bytes"}], ascii_share, "what JSON cannot"),
         (ROWS, lambda response, lock=sys.stdout: 0.0, "cannot be sent to the scoring processes"),
     ],
