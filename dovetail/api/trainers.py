@@ -15,6 +15,7 @@ from dovetail.api.inputs import Data, Reward, data_files, parameters, reward_tex
 from dovetail.api.run import Run
 from dovetail.config import ConfigError, DovetailConfig, LoadedConfig, Notice, load_config
 from dovetail.config.errors import Problem
+from dovetail.config.translate import expand
 from dovetail.config.tree import leaves
 from dovetail.rewards.signatures import takes_lists
 
@@ -128,7 +129,19 @@ class Trainer:
         given = {"data": self._data} | ({} if self._val_data is None else {"val_data": self._val_data})
         own_class = "data.custom_cls.path" in self._keys
         data = {name: data_files(each, self._folder, name, own_class=own_class) for name, each in given.items()}
-        return {**self.preset, **self._short, **data, **self._keys, "output": str(self._folder)}
+        named = {**self._short, **data}
+        self._refuse_twice(named)
+        return {**self.preset, **named, **self._keys, "output": str(self._folder)}
+
+    def _refuse_twice(self, named: Mapping[str, Any]) -> None:
+        """An argument that a key says otherwise: in a sweep over `lr=`, every run would train with the key's."""
+        arguments = {key: (name, value) for name, each in named.items() for key, value in _keys_of(name, each).items()}
+        for spelling, each in self._keys.items():
+            for key, value in _keys_of(spelling, each).items():
+                name, other = arguments.get(key, (spelling, value))
+                if value is not None and value != other:
+                    words = f"{name}={other} and {spelling}={value} set the same key; leave one of them out."
+                    raise ConfigError([Problem(key, words)])
 
     def _uses_ray(self, config: DovetailConfig) -> bool:
         if self._ray is not None:
@@ -167,7 +180,9 @@ class _RL(Trainer):
             return values
         if takes_lists(parameters(self._reward)):
             values.setdefault("reward_model.reward_manager", "batch")
-        return {"reward": reward_text(self._reward, self._folder), **values}
+        reward = reward_text(self._reward, self._folder)
+        self._refuse_twice({"reward": reward})
+        return {"reward": reward, **values}
 
 
 class GRPO(_RL):
@@ -270,6 +285,11 @@ _MODEL = "a folder (of a model in memory: what its save_pretrained wrote, with t
 def _check_kind(name: str, given: object, kind: Any, words: str) -> None:
     if not isinstance(given, kind):
         raise ConfigError([Problem(name, f"{name} is a {type(given).__name__}; it must be {words}.")])
+
+
+def _keys_of(name: str, value: Any) -> dict[str, Any]:
+    keys = expand(name, value)
+    return {name: value} if keys is None else keys
 
 
 def _new_folder(name: str) -> Path:

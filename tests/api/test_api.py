@@ -265,6 +265,17 @@ def test_an_argument_of_another_type_is_refused(arguments: dict[str, Any], messa
         dovetail.Distill("model", ROWS, object())  # pyrefly: ignore[bad-argument-type]
 
 
+@pytest.mark.parametrize("keys", [{"actor_rollout_ref.actor.optim.lr": 1e-4}, {"lr": 1e-4}])
+def test_an_argument_and_a_key_that_say_different_things_are_refused(
+    model: str, tmp_path: Path, keys: dict[str, Any]
+) -> None:
+    """A sweep over `lr=` with one `config` for all: every run silently trained with the rate in `config`."""
+    with pytest.raises(ConfigError, match=r"lr=0.001 and \S*lr=0.0001 set the same key; leave one of them out"):
+        dovetail.SFT(model, ROWS, lr=1e-3, output=tmp_path, config=keys).config  # noqa: B018
+    config = dovetail.SFT(model, ROWS, lr=1e-4, output=tmp_path, config=keys).config
+    assert config.actor_rollout_ref.actor.optim.lr == 1e-4
+
+
 def test_a_callback_that_is_no_function_and_keys_that_are_no_dict_are_refused(model: str) -> None:
     with pytest.raises(ConfigError, match="on_step is a int; it must be a function of"):
         dovetail.GRPO(model, ROWS, ascii_share, on_step=5)  # pyrefly: ignore[bad-argument-type]
