@@ -77,7 +77,13 @@ class Run:
         total = total if isinstance(total, int) else None
         changed = max(_changed(self.folder / name) for name in (METRICS, EVENTS, NOW, "config.yaml")) / 1e9
         state = run_state(now, last, total, changed)
-        status = {"name": self.name, "state": state, "step": last, "total_steps": total, "changed": changed}
+        status: dict[str, Any] = {
+            "name": self.name,
+            "state": state,
+            "step": last,
+            "total_steps": total,
+            "changed": changed,
+        }
         if state == "running" and isinstance(now.get("phase"), str):
             words = phase_words(self.timelines)
             status |= {
