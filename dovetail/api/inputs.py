@@ -57,6 +57,10 @@ def reward_text(reward: Reward, folder: Path) -> str | list[str]:
             f"it is a {type(reward).__name__}; give a function, `file.py:function`, a rule's name, or a list of them"
         )
         raise ConfigError([Problem("reward", f"reward: {words}.")])
+    wrong = next((each for each in reward if not (callable(each) or isinstance(each, str | Path))), None)
+    if wrong is not None:
+        words = f"it holds a {type(wrong).__name__}; give functions, `file.py:function` and names of rules"
+        raise ConfigError([Problem("reward", f"reward: {words}.")])
     return [
         _address(each, folder / f"reward_{number}.pkl") if callable(each) else str(each)
         for number, each in enumerate(reward)

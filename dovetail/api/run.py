@@ -101,9 +101,15 @@ class Run:
         Greedy and as long as in the run's validation, unless `temperature` and `max_tokens` say otherwise.
         """
         from dovetail.cli.generate import generate
+        from dovetail.data.errors import DataError
 
-        is_one = isinstance(prompts, str) or (prompts and all(isinstance(entry, Mapping) for entry in prompts))
-        asked = [prompts] if is_one else list(prompts)
+        if isinstance(prompts, Mapping):
+            raise DataError("prompts is one message; give a text, a list of texts, or the message in a list.")
+        given = prompts if isinstance(prompts, str) else list(prompts)
+        is_one = isinstance(given, str) or (given and all(isinstance(entry, Mapping) for entry in given))
+        asked = [given] if is_one else given
+        if not asked:
+            return []
         responses = generate(str(self.folder), asked, n=n, temperature=temperature, max_tokens=max_tokens)
         return [sample.text for samples in responses for sample in samples]
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 import logging
+import os
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -12,6 +15,7 @@ from dovetail.api.inputs import Data, Reward, data_files, parameters, reward_tex
 from dovetail.api.run import Run
 from dovetail.config import ConfigError, DovetailConfig, LoadedConfig, Notice, load_config
 from dovetail.config.errors import Problem
+from dovetail.config.translate import expand
 from dovetail.config.tree import leaves
 from dovetail.rewards.signatures import takes_lists
 
@@ -58,20 +62,22 @@ class Trainer:
         on_step: OnStep | None = None,
         **overrides: Any,
     ) -> None:
-        wanted = (
-            ("on_step", on_step, Callable, "a function of (step, metrics)"),
-            ("config", config, Mapping, "a dict of keys"),
-        )
-        for name, given, kind, words in wanted:
-            if given is not None and not isinstance(given, kind):
-                raise ConfigError([Problem(name, f"{name} is a {type(given).__name__}; it must be {words}.")])
+        _check_kind("model", model, str | os.PathLike, _MODEL)
+        if output is not None:
+            _check_kind("output", output, str | os.PathLike, "the path of the run folder")
+        if ray is not None:
+            _check_kind("ray", ray, bool, "True or False")
+        if on_step is not None:
+            _check_kind("on_step", on_step, Callable, "a function of (step, metrics)")
+        if config is not None:
+            _check_kind("config", config, Mapping, "a dict of keys")
         self._data, self._val_data = data, val_data
         self._ray, self._on_step = ray, on_step
         short = {"model": str(model), "engine": engine, "steps": steps, "lr": lr}
         self._short = {name: value for name, value in short.items() if value is not None}
         self._keys = {**dict(leaves(config or {})), **overrides}
         folder = output or self._keys.get("trainer.default_local_dir") or self._keys.get("output")
-        self._folder = Path(folder).expanduser() if folder else _new_folder(type(self).__name__.lower())
+        self._given_folder = Path(folder).expanduser() if folder else None
         self._loaded: LoadedConfig | None = None
 
     @property
@@ -106,6 +112,10 @@ class Trainer:
         run_training(config, use_ray=self._uses_ray(config), on_step=self._on_step, on_checked=say)
         return Run(config.trainer.run_dir)
 
+    @cached_property
+    def _folder(self) -> Path:
+        return self._given_folder or _new_folder(type(self).__name__.lower())
+
     def _load(self) -> LoadedConfig:
         if self._loaded is None:
             from dovetail.trainer.choose import choose_open_keys
@@ -119,7 +129,19 @@ class Trainer:
         given = {"data": self._data} | ({} if self._val_data is None else {"val_data": self._val_data})
         own_class = "data.custom_cls.path" in self._keys
         data = {name: data_files(each, self._folder, name, own_class=own_class) for name, each in given.items()}
-        return {**self.preset, **self._short, **data, **self._keys, "output": str(self._folder)}
+        named = {**self._short, **data}
+        self._refuse_twice(named)
+        return {**self.preset, **named, **self._keys, "output": str(self._folder)}
+
+    def _refuse_twice(self, named: Mapping[str, Any]) -> None:
+        """An argument that a key says otherwise: in a sweep over `lr=`, every run would train with the key's."""
+        arguments = {key: (name, value) for name, each in named.items() for key, value in _keys_of(name, each).items()}
+        for spelling, each in self._keys.items():
+            for key, value in _keys_of(spelling, each).items():
+                name, other = arguments.get(key, (spelling, value))
+                if value is not None and value != other:
+                    words = f"{name}={other} and {spelling}={value} set the same key; leave one of them out."
+                    raise ConfigError([Problem(key, words)])
 
     def _uses_ray(self, config: DovetailConfig) -> bool:
         if self._ray is not None:
@@ -158,7 +180,9 @@ class _RL(Trainer):
             return values
         if takes_lists(parameters(self._reward)):
             values.setdefault("reward_model.reward_manager", "batch")
-        return {"reward": reward_text(self._reward, self._folder), **values}
+        reward = reward_text(self._reward, self._folder)
+        self._refuse_twice({"reward": reward})
+        return {"reward": reward, **values}
 
 
 class GRPO(_RL):
@@ -222,6 +246,7 @@ class Distill(_RL):
 
     def __init__(self, model: str | Path, data: Data, teacher: str | Path, reward: Reward | None = None, **more: Any):
         super().__init__(model, data, reward, **more)
+        _check_kind("teacher", teacher, str | os.PathLike, _MODEL)
         self._keys = {"distill.teacher.path": str(teacher), **self._keys}
 
 
@@ -254,11 +279,27 @@ class RewardModel(Trainer):
     preset: ClassVar[Mapping[str, Any]] = {"trainer.method": "reward"}
 
 
+_MODEL = "a folder (of a model in memory: what its save_pretrained wrote, with the tokenizer), or a name on the hub"
+
+
+def _check_kind(name: str, given: object, kind: Any, words: str) -> None:
+    if not isinstance(given, kind):
+        raise ConfigError([Problem(name, f"{name} is a {type(given).__name__}; it must be {words}.")])
+
+
+def _keys_of(name: str, value: Any) -> dict[str, Any]:
+    keys = expand(name, value)
+    return {name: value} if keys is None else keys
+
+
 def _new_folder(name: str) -> Path:
-    """A folder that no run has; the time tells them apart."""
+    """A folder that no run has. It is made here: another run, or process, may start in the same second."""
     stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    folder, number = Path("runs") / f"{name}-{stamp}", 1
-    while folder.exists():
-        number += 1
-        folder = Path("runs") / f"{name}-{stamp}-{number}"
-    return folder.absolute()
+    for number in itertools.count(1):
+        folder = Path("runs").absolute() / (f"{name}-{stamp}" + (f"-{number}" if number > 1 else ""))
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        return folder
+    raise AssertionError("numbers do not end")

@@ -23,9 +23,6 @@ def run(args: argparse.Namespace) -> int:
         sys.stderr.write(f"reports need {error.name}: pip install 'dovetail[dashboard]'\n")
         return 2
     out: Path = args.out or args.folder / "report.html"
-    if out.suffix.lower() not in (".html", ".htm"):
-        sys.stderr.write(f"--out {out} must end in .html; the picture gets the same name with .png.\n")
-        return 2
     try:
         written = write_report(args.folder, out)
     except (DashboardError, OSError) as error:

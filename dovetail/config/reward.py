@@ -24,8 +24,14 @@ def _not_dapo(config: Any, key: str) -> bool:
     return not own and reward.reward_manager != "dapo"
 
 
+def _scored_by_list(config: Any, key: str) -> bool:
+    return bool(config.reward_model.reward_kwargs.get("rewards"))
+
+
 class CustomRewardFunctionConfig(Section):
     """A user's reward function, by file and name."""
+
+    rules = (unused("reward_model.reward_kwargs.rewards lists the functions that score", _scored_by_list),)
 
     path: HomePath | None = key(None, "Python file (or `pkg://module`). Null: the built-in rules.")
     name: str = key("compute_score", "Name of the function in that file.")

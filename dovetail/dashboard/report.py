@@ -95,6 +95,8 @@ _SAMPLES = 4
 
 def write_report(folder: Path, out: Path) -> tuple[Path, Path]:
     """Write `out` (HTML) and the picture of the curves beside it; returns both."""
+    if out.suffix.lower() not in (".html", ".htm"):
+        raise DashboardError(f"{out} must end in .html; the picture gets the same name with .png.")
     runs = Runs([folder]).find()
     if len(runs) != 1:
         names = ", ".join(run.name for run in runs)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import sys
 import time
 from array import array
 from bisect import bisect_left
@@ -85,12 +86,16 @@ class GrowingFile:
 
 def parse_object(line: bytes) -> dict[str, Any] | None:
     """The JSON object of a line, or None."""
-    # The first is four times as fast; the standard library's takes half surrogates, which a model may write.
-    for parse in (from_json, json.loads):
+    for parse in (from_json, _with_half_surrogates):
         with suppress(ValueError):
             value = parse(line)
             return value if isinstance(value, dict) else None
     return None
+
+
+def _with_half_surrogates(line: bytes) -> Any:
+    """A quarter as fast. A model may write half a surrogate, which no answer of the server can hold: it becomes `?`."""
+    return json.loads(json.dumps(json.loads(line), ensure_ascii=False).encode(errors="replace"))
 
 
 def read_object(file: Path) -> dict[str, Any]:
@@ -133,7 +138,7 @@ class MetricsTable:
             self._steps, self._columns, self.bad_lines = array("q"), {}, 0
             self.version += 1
         for line in self._file.new_lines():
-            if line.value is None or not isinstance(line.value.get("step"), int):
+            if line.value is None or not _is_step(line.value.get("step")):
                 self.bad_lines += 1
                 continue
             self._add(line.value)
@@ -191,13 +196,17 @@ class MetricsTable:
                 if len(self._columns) >= _MOST_NAMES:
                     continue
                 column = self._columns[name] = array("d")
-            number = NOT_FINITE if value is None else value
+            number = NOT_FINITE if value is None or abs(value) > sys.float_info.max else value
             missing = index - len(column)
             if missing == 0:  # nearly always: kept free of anything that takes time
                 column.append(number)
                 continue
             column.extend([_ABSENT] * (missing + 1))
             column[index] = number
+
+
+def _is_step(value: Any) -> bool:
+    return isinstance(value, int) and abs(value) < 2**63
 
 
 State = Literal["created", "running", "finished", "stopped"]
@@ -242,7 +251,8 @@ def _mark(event: dict[str, Any]) -> dict[str, Any]:
     facts = [f"{name} {value:.4g}" for name, value in named.items() if isinstance(value, (int, float))]
     changed = event.get("changed")
     if isinstance(changed, dict):  # of a resume: settings that are others than before
-        facts += [f"{name} {old} -> {new}" for name, (old, new) in changed.items()]
+        pairs = {name: pair for name, pair in changed.items() if isinstance(pair, list) and len(pair) == 2}
+        facts += [f"{name} {old} -> {new}" for name, (old, new) in pairs.items()]
     return {"kind": str(event.get("kind", "event")), "step": event["step"], "text": ", ".join(facts[:4])}
 
 

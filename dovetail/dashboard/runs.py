@@ -72,12 +72,19 @@ class Run:
         """Name, state, steps and what is happening now."""
         now = read_object(self.folder / NOW)
         last = self.metrics.last_step
-        # A run that only validates says that it has no steps to make.
-        total = now["total_steps"] if "total_steps" in now else self._configured_steps()
+        # A run that only validates says that it has no steps to make: null.
+        total = now.get("total_steps") if "total_steps" in now else self._configured_steps()
+        total = total if isinstance(total, int) else None
         changed = max(_changed(self.folder / name) for name in (METRICS, EVENTS, NOW, "config.yaml")) / 1e9
         state = run_state(now, last, total, changed)
-        status = {"name": self.name, "state": state, "step": last, "total_steps": total, "changed": changed}
-        if state == "running" and now.get("phase"):
+        status: dict[str, Any] = {
+            "name": self.name,
+            "state": state,
+            "step": last,
+            "total_steps": total,
+            "changed": changed,
+        }
+        if state == "running" and isinstance(now.get("phase"), str):
             words = phase_words(self.timelines)
             status |= {
                 "phase": words.get(now["phase"], now["phase"].replace("_", " ")),

@@ -187,7 +187,8 @@ class Timelines:
 
 def _spans(value: dict[str, Any]) -> list[dict[str, Any]]:
     spans = []
-    for span in value.get("spans", []):
+    recorded = value.get("spans")
+    for span in recorded if isinstance(recorded, list) else ():
         if isinstance(span, list) and len(span) == 5 and all(isinstance(time, (int, float)) for time in span[2:4]):
             worker, phase, start, end, memory = span
             if str(phase).startswith("_"):  # our own bookkeeping

@@ -131,7 +131,10 @@ def _listed_spec(entry: Any, number: int) -> FunctionSpec:
     if "rule" in entry:
         _check_rule(entry["rule"])
         return FunctionSpec(_REGISTRY, "score_by_rule", {"rule": entry["rule"], **kwargs}, weight, key=key)
-    return FunctionSpec(entry["path"], entry.get("name", "compute_score"), kwargs, weight, key=f"{key}.path")
+    name = entry.get("name", "compute_score")
+    if (entry["path"], name) == (_REGISTRY, "score_by_rule"):  # of the short name: reward=[f.py:f, gsm8k]
+        _check_rule(kwargs["rule"])
+    return FunctionSpec(entry["path"], name, kwargs, weight, key=f"{key}.path")
 
 
 def _check_rule(name: str) -> None:

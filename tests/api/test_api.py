@@ -13,6 +13,7 @@ import pytest
 
 import dovetail
 from dovetail.config import ConfigError
+from dovetail.data.errors import DataError
 from tests.api.scores import ascii_share
 from tests.ray_workers import quick_workers
 from tests.trainer.toy_run import save_toy_model
@@ -76,6 +77,9 @@ def test_a_run_of_rows_and_a_function_learns_and_leaves_everything_behind(model:
     assert run.checkpoint.name == "global_step_12"
     assert len(run.generate(["say 1", "say 2"], n=2, temperature=1.0, max_tokens=4)) == 4
     assert len(run.generate([{"role": "user", "content": "say 1"}], max_tokens=4)) == 1
+    assert run.generate([]) == []
+    with pytest.raises(DataError, match="prompts is one message"):
+        run.generate({"role": "user", "content": "say 1"})  # pyrefly: ignore[bad-argument-type]
     exported = run.export(tmp_path / "exported")
     assert (exported / "model.safetensors").exists()
     with pytest.raises(FileExistsError):
@@ -208,6 +212,7 @@ def test_rows_of_any_kind_are_written_to_the_run_folder(model: str, tmp_path: Pa
         ({"prompt": ["a"]}, ascii_share, "data: it is a dict; give a path"),
         (5, ascii_share, "data: it is a int; give a path"),
         (ROWS, 5, "reward: it is a int; give a function"),
+        (ROWS, [ascii_share, 5], "reward: it holds a int; give functions"),
         ([{"prompt": b"bytes"}], ascii_share, "what JSON cannot"),
         (ROWS, lambda response, lock=sys.stdout: 0.0, "cannot be sent to the scoring processes"),
     ],
@@ -232,6 +237,43 @@ def test_a_list_of_paths_may_name_what_a_users_class_or_the_hub_has_and_files_th
         "maze",
         "sudoku",
     )
+
+
+def test_trainers_made_in_the_same_second_have_folders_of_their_own(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a sweep in one line: the second continued the first one's run, which had nothing left to train."""
+    monkeypatch.chdir(tmp_path)
+    trainers = [dovetail.SFT(model, "rows.jsonl", lr=lr) for lr in (1e-4, 1e-5, 1e-6)]
+    folders = {trainer.config.trainer.run_dir for trainer in trainers}
+    assert len(folders) == 3
+    assert {trainer.config.trainer.run_dir for trainer in trainers} == folders
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"model": object()}, "model is a object; it must be a folder .*save_pretrained.*, or a name on the hub"),
+        ({"output": 3}, "output is a int; it must be the path"),
+        ({"ray": "no"}, "ray is a str; it must be True or False"),
+    ],
+)
+def test_an_argument_of_another_type_is_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        dovetail.SFT(**{"model": "model", "data": ROWS} | arguments)
+    with pytest.raises(ConfigError, match="teacher is a object; it must be a folder"):
+        dovetail.Distill("model", ROWS, object())  # pyrefly: ignore[bad-argument-type]
+
+
+@pytest.mark.parametrize("keys", [{"actor_rollout_ref.actor.optim.lr": 1e-4}, {"lr": 1e-4}])
+def test_an_argument_and_a_key_that_say_different_things_are_refused(
+    model: str, tmp_path: Path, keys: dict[str, Any]
+) -> None:
+    """A sweep over `lr=` with one `config` for all: every run silently trained with the rate in `config`."""
+    with pytest.raises(ConfigError, match=r"lr=0.001 and \S*lr=0.0001 set the same key; leave one of them out"):
+        dovetail.SFT(model, ROWS, lr=1e-3, output=tmp_path, config=keys).config  # noqa: B018
+    config = dovetail.SFT(model, ROWS, lr=1e-4, output=tmp_path, config=keys).config
+    assert config.actor_rollout_ref.actor.optim.lr == 1e-4
 
 
 def test_a_callback_that_is_no_function_and_keys_that_are_no_dict_are_refused(model: str) -> None:

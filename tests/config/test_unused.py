@@ -37,6 +37,12 @@ SWITCHED_OFF: list[tuple[list[str], str, str, list[str]]] = [
     ([], f"{R}.fsdp_config.param_offload=True", "no reference is computed", [f"{A}.use_kl_loss=True"]),
     ([], "reward_model.max_length=9", "no reward network", ["reward_model.enable=True"]),
     (
+        ["reward_model.reward_kwargs.rewards=[{rule: exact}]"],
+        "custom_reward_function.path=score.py",
+        "rewards lists the functions that score",
+        ["reward_model.reward_kwargs.rewards=[]"],
+    ),
+    (
         [TWO, f"{A}.strategy=megatron"],
         f"{A}.fsdp_config.param_offload=True",
         "megatron shards",

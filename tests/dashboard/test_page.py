@@ -95,6 +95,19 @@ def test_the_first_view_shows_numbers_charts_and_values_under_the_pointer(page: 
     assert events == ["validation", "checkpoint", "skipped step", "resume"]
 
 
+def test_a_number_that_is_another_one_than_at_the_first_step_says_so(page: Page, tmp_path: Path) -> None:
+    """A validation loss moves by less than half a percent, and that is the news."""
+    folder = RunFolder(tmp_path)
+    folder.start()
+    for step, loss in ((1, 6.032), (2, 6.016)):
+        folder.log_metrics(step, {"train/loss": loss, "val/loss": 2.5})
+    with serve(tmp_path) as started:
+        show(page, started)
+        numbers = page.locator(".cards .number")
+        expect(numbers.filter(has_text="▼")).to_contain_text("from 6.032 at step 1")
+        expect(numbers.filter(has_text="validation")).to_contain_text("as at step 1")
+
+
 def test_smoothing_log_scale_zoom_and_extra_metrics(page: Page, server: Server) -> None:
     show(page, server)
     drawn(page, "reward")

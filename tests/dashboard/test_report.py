@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from dovetail.api.run import Run
 from dovetail.cli.main import main
+from dovetail.dashboard.run_files import DashboardError
 from tests.dashboard.synthetic import line, validation_row, write_config, write_run
 
 pytestmark = pytest.mark.unit
@@ -46,3 +48,6 @@ def test_a_report_refuses_in_words_what_it_cannot_report(tmp_path: Path, capsys:
     assert "there is no such folder" in capsys.readouterr().err
     assert main(["report", str(tmp_path / "runs" / "a"), "--out", str(tmp_path / "x.pdf")]) == 2
     assert "must end in .html" in capsys.readouterr().err
+    # From Python, too: the page would replace its own picture.
+    with pytest.raises(DashboardError, match=r"must end in \.html"):
+        Run(tmp_path / "runs" / "a").report(tmp_path / "x.png")

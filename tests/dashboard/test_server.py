@@ -237,6 +237,28 @@ def test_broken_and_missing_files_are_messages(run: Path) -> None:
     assert page.get("/api/groups?run=run&step=2").json() == {"error": "there is no rollouts/step_2.jsonl in this run."}
 
 
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("metrics.jsonl", '{"step": 1, "critic/score/mean": 1' + "0" * 400 + "}\n"),
+        ("metrics.jsonl", '{"step": 99999999999999999999}\n'),
+        ("now.json", '{"total_steps": "many", "pid": "x", "phase": 3}'),
+        ("timeline.jsonl", '{"step": 1, "spans": 3}\n'),
+        ("events.jsonl", '{"step": 1, "kind": "resume", "changed": {"trainer.seed": 2}}\n'),
+        ("rollouts/step_1.jsonl", r'{"prompt": "\ud800", "response": "\udfff", "uid": "\ud800", "score": 1}'),
+    ],
+)
+def test_a_value_that_no_run_writes_hides_neither_its_run_nor_another(run: Path, file: str, text: str) -> None:
+    """From another program, or half a character of a model."""
+    write_run(run.parent / "other", steps=2)
+    (run / file).write_text(text)
+    page = client(run, run.parent / "other")
+    assert [one["name"] for one in page.get("/api/runs").json()] == ["run", "other"]
+    for place in ("overview?", "time?", "health?", "steps?", "timeline?step=1&", "groups?step=1&"):
+        reply = page.get(f"/api/{place}run=run")
+        assert reply.status_code in (200, 404), (place, reply.text)
+
+
 def test_a_folder_that_disappears_is_a_message(run: Path) -> None:
     page = client(run)
     os.rename(run, run.parent / "moved")

@@ -47,6 +47,7 @@ CALLS = {
     "data jsonl rows.jsonl --out x --test-share 2": "'2' is no number of at least 0 and at most 1.",
     "check --no-files {toy} --like run": "--like run predicts an asynchronous run; set async_training.mode",
     "train --local {toy} reward=gms8k": "reward=gms8k: there is no reward rule 'gms8k'; did you mean gsm8k?",
+    "check {toy} reward=[exact,gms8k]": "reward=gms8k: there is no reward rule 'gms8k'; did you mean gsm8k?",
     "check {toy} reward=gms8k": "reward=gms8k: there is no reward rule 'gms8k'; did you mean gsm8k?",
 }
 

@@ -89,6 +89,8 @@ def _cuts(run: Examined) -> Findings:
 
 
 def _token_budgets(run: Examined) -> Findings:
+    if run.config.trainer.val_only:  # also of `generate` and `eval`: no pass of training sees the sequences
+        return
     seen: set[tuple[int, int]] = set()
     for name in ("update actor", "log-probs", "reference log-probs", "update critic", "values"):
         each = PASSES[name]

@@ -117,10 +117,9 @@ export async function overview(box, state) {
 
 function drawCards(box, cards) {
   box.replaceChildren(...cards.map((card) => {
-    const change = card.last - card.first;
-    const moved = Math.abs(change) > 1e-9 && Math.abs(change) > 0.005 * Math.abs(card.first);
-    return el("div", { class: "card number" }, el("small", { class: "soft", text: card.title }), el("strong", { text: short(card.last, 4) }),
-      el("small", { class: "soft", text: moved ? `${change > 0 ? "▲" : "▼"} from ${short(card.first)} at step ${card.first_step}` : `as at step ${card.first_step}` }));
+    const [last, first] = [short(card.last, 4), short(card.first, 4)];
+    return el("div", { class: "card number" }, el("small", { class: "soft", text: card.title }), el("strong", { text: last }),
+      el("small", { class: "soft", text: last === first ? `as at step ${card.first_step}` : `${card.last > card.first ? "▲" : "▼"} from ${first} at step ${card.first_step}` }));
   }));
 }
 

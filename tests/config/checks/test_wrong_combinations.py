@@ -299,6 +299,11 @@ def test_independent_mistakes_are_all_reported_at_once(shape: ModelShape) -> Non
     assert len(raised.value.problems) == 3
 
 
+def test_token_budgets_of_training_do_not_bound_what_is_only_generated(shape: ModelShape) -> None:
+    """`generate` with a prompt that is longer than a run's budget: no key of it could be changed from Python."""
+    assert not findings_of((f"{A}.ppo_max_token_len_per_gpu=1024", *DYNAMIC, "trainer.val_only=True"), shape)
+
+
 def test_without_a_model_the_checks_that_need_it_are_left_out() -> None:
     assert findings_of((f"{A}.ulysses_sequence_parallel_size=8",), None) == []
 
