@@ -91,10 +91,15 @@ class CheckpointStore:
         matches = (_FOLDER_NAME.match(path.name) for path in self.root.iterdir() if path.is_dir())
         return sorted(int(match.group(1)) for match in matches if match)
 
-    def paths(self) -> list[Path]:
-        """The folders of all steps, and the file that names the newest."""
+    def paths(self, after: int = -1) -> list[Path]:
+        """The folders of the steps after `after`, and the file that names the newest where it is one of them.
+
+        Newest first: where moving them away is interrupted, the ones that stay are in sequence.
+        """
         self._finish_replacing()
-        return [path for path in (*map(self.folder, self.steps()), self.root / LATEST_NAME) if path.exists()]
+        recorded, latest = self._recorded_step(), self.root / LATEST_NAME
+        names_one = latest.exists() and (recorded is None or recorded > after)
+        return [*([latest] if names_one else []), *(self.folder(step) for step in self.steps()[::-1] if step > after)]
 
     def latest(self, *, checksums: bool = True) -> Path | None:
         """The checkpoint to resume from: the first of `complete`, or None when there is none at all."""

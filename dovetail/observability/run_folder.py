@@ -12,7 +12,8 @@
     eval.json              of `dovetail eval`: the scores, with the settings they were measured with
     draws.jsonl            what became of every draw (`dovetail.observability.ledger`)
     config_until_step_N.yaml    the configuration up to step N, where the run was continued with another one
-    previous_N/            what an earlier run recorded here, when a new one starts from step 0
+    previous_N/            what an earlier run recorded here, when a new one starts from step 0; checkpoints of later
+                           steps, when one continues from an earlier step
     run.lock               whose run it is, while it lasts (`dovetail.observability.run_lock`)
     now.json               the step and the phase the run is in, and at its end that it is finished; replaced each time
 
@@ -77,12 +78,21 @@ class RunFolder:
                 os.replace(file, kept / name)
         logger.warning("%s holds an earlier run; what it has left is now in %s", self.path, kept.name)
 
-    def resume(self, step: int) -> None:
+    def resume(self, step: int, *checkpoints: Path) -> None:
         """Continue after `step`: everything recorded beyond it is taken away, because it will happen again.
 
-        Where the configuration is another one, its differences are logged, and the earlier one is kept.
+        `checkpoints` beyond it are kept in `previous_N/`: left here, they would be taken for the newest until this run
+        has saved one. Where the configuration is another one, its differences are logged, and the earlier one is kept.
         """
         self.path.mkdir(parents=True, exist_ok=True)
+        if checkpoints:
+            kept, config = self._free_folder(), self.path / CONFIG
+            before = self.path / f"{_BEFORE}{CONFIG}"
+            if before.exists() or config.exists():
+                write_text(kept / CONFIG, (before if before.exists() else config).read_text(encoding="utf-8"))
+            for path in checkpoints:
+                os.replace(path, kept / path.name)
+            logger.warning("checkpoints after step %d, which an earlier attempt saved, are now in %s", step, kept)
         for name in (METRICS, EVENTS, TIMELINE, DRAWS):
             file = self.path / name
             if file.exists():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Self
 
 from dovetail.observability.console import StepConsole
@@ -62,9 +63,9 @@ class Tracker:
         if self._console is not None and not self._sinks:
             self._console.answers(step, answers)
 
-    def resume(self, step: int) -> None:
-        """Continue after `step`: files and console go back to it."""
-        self.folder.resume(step)
+    def resume(self, step: int, *checkpoints: Path) -> None:
+        """Continue after `step`: files and console go back to it. `checkpoints`: see `RunFolder.resume`."""
+        self.folder.resume(step, *checkpoints)
         if self._console is not None:
             self._console.event("resume", step, {})
         for sink in self._sinks:

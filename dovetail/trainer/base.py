@@ -259,10 +259,10 @@ class BaseTrainer(ABC, Generic[Groups]):
 
     def _load_checkpoint(self) -> None:
         checkpoint = self.checkpoints.load(self.groups)
+        store = CheckpointStore(self.config.trainer.run_dir)
         if checkpoint is None:
             # Left here, they would be taken for this run's until it has saved one. A validation replaces no run.
-            settings = self.config.trainer
-            self.tracker.folder.start(*([] if settings.val_only else CheckpointStore(settings.run_dir).paths()))
+            self.tracker.folder.start(*([] if self.config.trainer.val_only else store.paths()))
             return
         self.global_step = self._saved_step = checkpoint.step
         self._last_metrics = checkpoint.metrics
@@ -273,7 +273,7 @@ class BaseTrainer(ABC, Generic[Groups]):
                 self.tracker.folder.start()
             return  # in the run's own folder no step is repeated, so what was recorded after this one stays
         self._load_driver_state(checkpoint.state)
-        self.tracker.resume(checkpoint.step)
+        self.tracker.resume(checkpoint.step, *store.paths(after=checkpoint.step))
         if checkpoint.step >= self.total_steps:
             logger.warning(
                 "%s is at step %d of %d: nothing is left to train. To train on, raise the number of steps (steps=). "

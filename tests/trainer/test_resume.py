@@ -138,6 +138,20 @@ def test_resume_mode_chooses_the_checkpoint(toy: Toy, tmp_path: Path) -> None:
     assert (tmp_path / "a" / "previous_1" / "metrics.jsonl").exists()
 
 
+def test_later_checkpoints_are_not_those_of_a_run_that_goes_on_from_an_earlier_one(toy: Toy, tmp_path: Path) -> None:
+    _, whole = train(toy.config(tmp_path, {"trainer.save_freq": 1}))
+    back = {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": str(tmp_path / "global_step_1")}
+    # It ends before it saves: what is there then is what a run without a mode of its own continues from.
+    _, rows = train(toy.config(tmp_path, {**back, "trainer.total_training_steps": 1}))
+    assert [row["step"] for row in rows] == [1]
+    assert CheckpointStore(tmp_path).steps() == [1]
+    assert CheckpointStore(tmp_path / "previous_1").steps() == [2, 3]
+    assert (tmp_path / "previous_1" / "config.yaml").exists()
+    _, again = train(toy.config(tmp_path, {"trainer.save_freq": 1}))
+    assert repeatable(again) == repeatable(whole)
+    assert CheckpointStore(tmp_path).steps() == [1, 2, 3]
+
+
 def test_a_checkpoint_without_a_critic_is_refused_by_a_run_with_one(toy: Toy, tmp_path: Path) -> None:
     train(toy.config(tmp_path / "run", {"trainer.save_freq": 1, "trainer.total_training_steps": 1}))
     with pytest.raises(BrokenCheckpoint, match="trained no critic, and this one does; `dovetail export`") as refused:
