@@ -91,11 +91,12 @@ def _import_file(path: str, key: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
         raise UserCodeError(f"{key}={path} is not a Python file; its name must end in .py.")
-    if str(file.parent) not in sys.path:
-        # As Python does for a file that it runs: it may import what lies beside it. Last, so that it hides no package.
-        sys.path.append(str(file.parent))
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
+    # As where Python runs the file, it may import what lies beside it. Last, so that this hides no package, and only for
+    # the time of the import, so that it hides no module of another run; spelled as the file's own code would not.
+    beside = f"{file.parent}{os.sep}"
+    sys.path.append(beside)
     try:
         spec.loader.exec_module(module)
     except BaseException as error:
@@ -108,4 +109,7 @@ def _import_file(path: str, key: str) -> ModuleType:
             f"{key}={path} fails while it is imported{where}: {type(error).__name__}: {str(error).rstrip('.')}. "
             f"`python {path}` shows its traceback."
         ) from error
+    finally:
+        if beside in sys.path:
+            sys.path.remove(beside)
     return module
