@@ -93,8 +93,8 @@ def _import_file(path: str, key: str) -> ModuleType:
         raise UserCodeError(f"{key}={path} is not a Python file; its name must end in .py.")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    # As where Python runs the file, it may import what lies beside it. Last, so that this hides no package, and only for
-    # the time of the import, so that it hides no module of another run; spelled as the file's own code would not.
+    # As where Python runs the file, it may import what lies beside it. Last, so that this hides no package, and only
+    # while it is imported, so that it hides no module of another run; spelled as the file's own code would not.
     beside = f"{file.parent}{os.sep}"
     sys.path.append(beside)
     try:
