@@ -13,13 +13,16 @@ import psutil
 T = TypeVar("T")
 
 
-def wait_until(ask: Callable[[], T], what: str, *, seconds: float = 60.0) -> T:
-    """The first true answer. The deadline catches what never comes: it is far beyond what a busy machine needs."""
+def wait_until(ask: Callable[[], T], what: str, *, seconds: float = 60.0, longest_pause: float = 0.1) -> T:
+    """The first true answer. The deadline catches what never comes: it is far beyond what a busy machine needs.
+
+    Where asking interrupts what is waited for, allow it longer pauses.
+    """
     deadline, pause = time.monotonic() + seconds, 0.002
     while not (answer := ask()):
         assert time.monotonic() < deadline, f"not within {seconds:g} s: {what}"
         time.sleep(pause)
-        pause = min(1.3 * pause, 0.1)
+        pause = min(1.3 * pause, longest_pause)
     return answer
 
 

@@ -47,7 +47,7 @@ def url(folder: Path) -> Iterator[str]:
 
 
 def _has_written(engine: RemoteRollout) -> bool:
-    """SGLang tells how many tokens a call has written only when it is paused."""
+    """SGLang tells how many tokens a call has written only when it is paused; then the call begins again."""
     engine.pause()
     written = any(sample.token_ids for sample in engine._calls.live)
     engine.continue_()
@@ -80,7 +80,7 @@ def test_an_sglang_server_follows_the_trainer_also_in_mid_generation(
         request = GenerationRequest("long", PROMPT, LONG)
         thread = threading.Thread(target=lambda: running.extend(engine.generate([request])))
         thread.start()
-        wait_until(lambda: _has_written(engine), "tokens of the request")
+        wait_until(lambda: _has_written(engine), "tokens of the request", longest_pause=10)
         engine.update_weights(new.named_parameters(), 5)
         thread.join(120)
         (result,) = running
