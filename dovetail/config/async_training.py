@@ -63,9 +63,9 @@ class AsyncTrainingConfig(Section):
     )
     prox: Literal["recompute", "loglinear"] | None = key(
         None,
-        "Old log-probs of stale responses: recomputed by the weights before the update (advised from a bound of 4, with "
-        "`algorithm.rollout_correction.rollout_is=token`), interpolated between engine and update by version, or (null) "
-        "the engine's. Sets `algorithm.rollout_correction.bypass_mode`.",
+        "Old log-probs of stale responses: recomputed by the weights before the update (advised from a bound of 4, "
+        "with `algorithm.rollout_correction.rollout_is=token`), interpolated between engine and update by version, or "
+        "(null) the engine's. Sets `algorithm.rollout_correction.bypass_mode`.",
     )
     record: bool = key(False, "Keep every batch in the run folder, so that `dovetail replay` can repeat it.")
     stall_timeout_s: float = key(300.0, "Without progress for so long, say who waits and stop; 0: never.", ge=0)
