@@ -1,7 +1,7 @@
 """The files in deploy/ name commands that exist.
 
-The SLURM script is run with stand-ins for SLURM and Ray; the KubeRay manifest and the Dockerfile are read. None of them
-has run on a cluster here.
+The SLURM script is run with stand-ins for SLURM and Ray; by hand it was run on a real SLURM with two hosts. The KubeRay
+manifest and the Dockerfile are read and have not run.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ algorithm: {adv_estimator: grpo}
 # More names than a pipe holds: a script that reads only the first one must not be ended by the writer's SIGPIPE.
 SCONTROL = "#!/bin/bash\nprintf 'node-a\\n'\nprintf 'node-b-%s\\n' {1..20000}\n"
 SRUN = '#!/bin/bash\nwhile [[ $1 == --* ]]; do shift; done\nexec "$@"\n'
+GETENT = "#!/bin/bash\n[[ $* == 'ahostsv4 node-a' ]] || exit 2\nprintf '%s STREAM\\n' 127.0.1.1 10.0.0.7 10.0.0.8\n"
 RAY = '#!/bin/bash\nprintf \'%s\\n\' "$@" >> "$RAY_CALLS"\necho >> "$RAY_CALLS"\n'
 
 
@@ -64,11 +65,12 @@ def test_the_slurm_script_starts_ray_on_all_nodes_and_trains_on_the_first(
     from ray.scripts.symmetric_run import symmetric_run
 
     (reader / "bin").mkdir()
-    for name, text in {"scontrol": SCONTROL, "srun": SRUN, "ray": RAY, "activate": ""}.items():
+    for name, text in {"scontrol": SCONTROL, "srun": SRUN, "getent": GETENT, "ray": RAY, "activate": ""}.items():
         (reader / "bin" / name).write_text(text)
         (reader / "bin" / name).chmod(0o755)
     environment = {"PATH": f"{reader / 'bin'}:{os.environ['PATH']}", "DOVETAIL_VENV": str(reader)}
-    environment |= {"RAY_CALLS": str(reader / "calls"), "SLURM_GPUS_ON_NODE": "4"}
+    environment |= {"RAY_CALLS": str(reader / "calls"), "SLURM_GPUS_ON_NODE": "8"}
+    environment |= {"SLURM_GPUS_PER_NODE": "h100:4"}
     environment |= {"SLURM_JOB_NODELIST": "node-[a-b]", "SLURM_JOB_NUM_NODES": "2"}
     script = ["bash", str(DEPLOY / "slurm.sh"), "run.yaml", "data.seed=3"]
     done = subprocess.run(script, cwd=reader, env=environment, capture_output=True, text=True, timeout=60)
@@ -79,7 +81,7 @@ def test_the_slurm_script_starts_ray_on_all_nodes_and_trains_on_the_first(
     assert run[0] == "symmetric-run"
     separator = run.index("--")
     parsed = symmetric_run.make_context("symmetric-run", run[1:separator]).params
-    assert (parsed["address"], parsed["min_nodes"]) == ("node-a:6379", 2)
+    assert (parsed["address"], parsed["min_nodes"]) == ("10.0.0.7:6379", 2)
     for_ray = list(parsed["ray_args_and_entrypoint"])
     assert start.make_context("start", for_ray).params["num_gpus"] == 4
     train = run[separator + 1 :]
