@@ -161,6 +161,7 @@ class Monitors:
 
     def __init__(self) -> None:
         self._actors: dict[tuple[str, str], Any] = {}  # by job and node: actors end with the job that started them
+        self._silent: set[str] = set()  # nodes that a warning was written about
 
     def ask(self, method: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """`method` of the monitors of these nodes, each with its own argument; answers by node id."""
@@ -177,14 +178,25 @@ class Monitors:
         )
         for node, reference in waiting.items():
             if reference in late:
-                logger.warning("the monitor of node %s has not answered for %.0f s.", node, ANSWER_S)
+                self._warn_once(
+                    node, f"has not answered for {ANSWER_S:.0f} s; its processes are not looked at until it does."
+                )
             elif reference in ready:
                 try:
                     answers[node] = ray.get(reference, timeout=ANSWER_S)
+                    self._silent.discard(node)
                 except RayError as error:  # the node is gone: the deaths of its workers are noticed without it
-                    logger.warning("the monitor of node %s is gone: %s", node, error)
+                    self._warn_once(node, f"is gone: {error}")
                     self._actors.pop((job, node), None)
         return answers
+
+    def _warn_once(self, node_id: str, what: str) -> None:
+        import ray
+
+        if node_id not in self._silent:
+            self._silent.add(node_id)
+            address = next((node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == node_id), node_id)
+            logger.warning("the monitor of node %s %s", address, what)
 
     def stopped(self, identities: Sequence[ProcessIdentity]) -> dict[ProcessIdentity, ProcessState]:
         """By worker, because pids of two nodes may be equal: itself, or the child of it that is stopped."""

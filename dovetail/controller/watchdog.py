@@ -67,8 +67,9 @@ class Watchdog:
         for processes in watched:
             for rank, name in enumerate(processes.names):
                 if name not in living and not processes.stopped and processes.failure is None:
-                    reason = "Its process is gone (killed, crashed or out of memory)."
-                    self._note(processes, processes.report_death(rank, reason))
+                    self._note(
+                        processes, processes.report_death(rank, _why_gone(processes.identities[rank : rank + 1]))
+                    )
         if time.monotonic() - self._looked_for_stopped >= _LOOK_FOR_STOPPED_S:
             self._looked_for_stopped = time.monotonic()
             self._look_for_stopped(watched)
@@ -126,6 +127,15 @@ class Watchdog:
             except Exception:  # the thread must not die unseen: nobody would notice deaths any more
                 if ray.is_initialized():
                     logger.exception("the watchdog could not look at the workers; it tries again")
+
+
+def _why_gone(identity: list[ProcessIdentity]) -> str:
+    import ray
+
+    lost = {node["NodeID"] for node in ray.nodes() if not node["Alive"]}
+    if identity and identity[0].node_id in lost:
+        return "Ray lost its node: the machine is down, or the network to it, or its raylet was killed."
+    return "Its process is gone (killed, crashed or out of memory)."
 
 
 WATCHDOG = Watchdog()

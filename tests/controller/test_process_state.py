@@ -210,6 +210,25 @@ def test_of_two_nodes_with_the_same_pid_the_one_whose_process_is_stopped_is_name
     assert (processes.failure.rank, processes.failure.node) == (1, "10.0.0.1")
 
 
+@pytest.mark.parametrize(("alive", "said"), [(True, "Its process is gone"), (False, "Ray lost its node")])
+def test_a_worker_that_went_with_its_node_is_said_to_have(
+    monkeypatch: pytest.MonkeyPatch, alive: bool, said: str
+) -> None:
+    """As when a host's network was cut: nobody should look for what killed the process."""
+    monkeypatch.setattr("ray.util.list_named_actors", list)
+    monkeypatch.setattr("ray.nodes", lambda: [{"NodeID": "first", "Alive": True}, {"NodeID": "second", "Alive": alive}])
+    processes = _Unkillable(["actor"], [], ["name"], failure_grace_s=0.0)
+    processes.identities = [ProcessIdentity(7, "10.0.0.1", "second", "second")]
+    watchdog = watchdog_module.Watchdog()
+    watchdog.monitors = _SecondNodeHasAStoppedProcess()
+    watchdog._watched.add(processes)
+    watchdog._looked_for_stopped = float("inf")
+    watchdog.look()
+    assert processes.failure is not None
+    assert said in str(processes.failure)
+    assert "on node 10.0.0.1" in str(processes.failure)
+
+
 def test_a_death_that_no_call_has_raised_ends_with_its_group() -> None:
     """One event kills two groups; the run raises the first death and shuts both down. The next run must not meet the
     second one, nor one that the watchdog notes late."""
