@@ -81,15 +81,15 @@ def start_node_pools(options: dict[str, Any], *, most: int) -> list[NodePool]:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     here = ray.get_runtime_context().get_node_id()
-    others = sorted(node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != here)[:most]
+    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
     scorers: Any = ray.remote(NodeScorers)
     pools = []
-    for node in others:
+    for node in sorted(addresses.keys() - {here})[:most]:
         there = NodeAffinitySchedulingStrategy(node, soft=False)
         actor = scorers.options(scheduling_strategy=there, num_cpus=0, max_concurrency=1000).remote(
             list(sys.path), options
         )
-        pools.append(NodePool(node, actor, options["num_workers"]))
+        pools.append(NodePool(addresses[node], actor, options["num_workers"]))
     for pool in pools:
         try:
             ray.get(pool.actor.pids.remote(), timeout=2 * START_SECONDS)
