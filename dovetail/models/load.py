@@ -188,11 +188,12 @@ def initialize_buffers(module: nn.Module) -> None:
     for model in (m for m in module.modules() if isinstance(m, PreTrainedModel)):
         inner = [m for m in model.modules() if m is not model and isinstance(m, PreTrainedModel)]
         nested = {id(part) for m in inner for part in m.modules()}
-        for part in model.modules():
-            if id(part) in nested or not getattr(part, "_non_persistent_buffers_set", None):
+        # From the inside out, as transformers does it. Some models fill the buffers of their layers.
+        for part in reversed(list(model.modules())):
+            if id(part) in nested or not any(inner._non_persistent_buffers_set for inner in part.modules()):
                 continue
             # transformers' own initialisers skip what carries this flag, so parameters stay as they are.
-            for parameter in part.parameters(recurse=False):
+            for parameter in part.parameters():
                 parameter._is_hf_initialized = True  # pyrefly: ignore[missing-attribute]
             model._init_weights(part)
 

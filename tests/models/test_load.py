@@ -51,6 +51,13 @@ def test_loading_tensor_by_tensor_equals_from_pretrained(family: str, tmp_path: 
     )
 
 
+def test_buffers_of_layers_that_the_model_fills_are_filled(tmp_path: Path) -> None:
+    model, loaded = tiny_model("falcon_h1"), build_meta_model(save_tiny_model("falcon_h1", tmp_path))
+    materialize(loaded, "cpu")
+    for (name, buffer), (_, expected) in zip(loaded.named_buffers(), model.named_buffers(), strict=True):
+        torch.testing.assert_close(buffer, expected, atol=0, rtol=0, msg=name)
+
+
 @pytest.mark.parametrize("family", ["llama_tied", "qwen2"])
 def test_tied_embeddings_stay_one_parameter(family: str, tmp_path: Path) -> None:
     policy = _policy(save_tiny_model(family, tmp_path))

@@ -139,14 +139,7 @@ def test_packed_attention_refuses_what_it_cannot_compute() -> None:
 
 
 def test_logits_that_a_model_scales_are_scaled_here_too() -> None:
-    from transformers import AutoModelForCausalLM, FalconH1Config
-
-    config = FalconH1Config(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
-        vocab_size=61, mamba_d_ssm=32, mamba_n_heads=2, mamba_d_head=16, mamba_n_groups=1, mamba_d_state=8,
-        lm_head_multiplier=0.25, initializer_range=1.0,
-    )  # fmt: skip
-    model = AutoModelForCausalLM.from_config(config).eval()
+    model = tiny_model("falcon_h1")
     ids = torch.arange(3, 10)[None]
     with torch.no_grad():
         expected = model(ids).logits.log_softmax(-1)[0, :-1].gather(-1, ids[0, 1:, None]).squeeze(-1)
