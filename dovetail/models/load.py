@@ -125,7 +125,8 @@ def build_meta_model(
     attn_implementation: str = "sdpa",
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """The network a role needs, without memory. Tied weights are tied already.
+    """The network a role needs, without memory. Tied weights are tied already. Dropout is off, unless `override_config`
+    sets it.
 
     `value` and `reward` give a scalar head; an architecture without a classification class comes back bare, and
     `ValueModel` / `RewardModel` add the head.
@@ -135,6 +136,7 @@ def build_meta_model(
         _override(config, override_config or {}, "override_config")
     else:
         config = load_config(source, override_config, trust_remote_code=trust_remote_code)
+    _turn_off_dropout(config, override_config or {})
     if role != "policy":
         config.num_labels = 1
     auto = auto_class(config, role)
@@ -217,6 +219,16 @@ def _override(config: PreTrainedConfig, values: Mapping[str, Any], where: str) -
             _override(current, value, f"{where}.{key}")
         else:
             setattr(config, key, value)
+
+
+def _turn_off_dropout(config: PreTrainedConfig, overridden: Mapping[str, Any]) -> None:
+    """An update would compare log-probs under random masks with those of an engine, which has none."""
+    for key, value in list(vars(config).items()):
+        if isinstance(value, PreTrainedConfig):
+            inner = overridden.get(key)
+            _turn_off_dropout(value, inner if isinstance(inner, Mapping) else {})
+        elif "drop" in key and isinstance(value, float) and key not in overridden:
+            setattr(config, key, 0.0)
 
 
 def _shared_parameters(module: nn.Module) -> list[tuple[nn.Module, str, nn.Module, str]]:
