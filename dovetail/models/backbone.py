@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from dovetail.models.attention import PACKED_ATTENTION, register_packed_attention
+from dovetail.models.errors import ModelError
 from dovetail.models.multimodal import (
     TOKEN_TYPES,
     as_text,
@@ -137,7 +138,7 @@ def _refuse_to_pack(hf_model: Any) -> None:
     kinds = set(getattr(hf_model.config.get_text_config(), "layer_types", None) or ())
     other = sorted(kinds - {"full_attention", "sliding_attention"})
     if other or hf_model._is_stateful:
-        raise ValueError(
+        raise ModelError(
             f"{type(hf_model).__name__} has {', '.join(other) or 'recurrent'} layers, in which packed sequences would "
             "mix; set use_remove_padding=False for this model."
         )

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dovetail.models import attention
 from dovetail.models.activations import enable_gradient_checkpointing
+from dovetail.models.errors import ModelError
 from dovetail.models.packing import pack_batch
 from dovetail.models.policy import PolicyModel
 from dovetail.models.value import ValueModel
@@ -115,13 +116,13 @@ def test_a_model_whose_attention_would_mix_sequences_is_refused() -> None:
 def test_layers_in_which_packed_sequences_would_mix_are_refused() -> None:
     model = tiny_model("llama")
     model.config.layer_types = ["full_attention", "linear_attention"]
-    with pytest.raises(ValueError, match="linear_attention layers, in which packed"):
+    with pytest.raises(ModelError, match="linear_attention layers, in which packed"):
         PolicyModel(model)
     assert not PolicyModel(model, use_remove_padding=False).use_remove_padding
     model.config.layer_types = None
     type(model)._is_stateful = True
     try:
-        with pytest.raises(ValueError, match="recurrent layers"):
+        with pytest.raises(ModelError, match="recurrent layers"):
             PolicyModel(model)
     finally:
         del type(model)._is_stateful
