@@ -68,7 +68,9 @@ class SingleProcess(Sharding):
         self.state_module.to(device)
 
     def _separate_masters(self) -> None:
-        self._masters = copy.deepcopy(self.module)
+        # One set of buffers for both: what loads the masters' (the bias of a sigmoid router) is for those that compute.
+        shared = {id(part._buffers): part._buffers for part in self.module.modules()}
+        self._masters = copy.deepcopy(self.module, shared)
         for parameter, master in zip(self.module.parameters(), self._masters.parameters(), strict=True):
             parameter.data = parameter.data.to(self._precision.compute)
             parameter.register_post_accumulate_grad_hook(_adding_to(master))

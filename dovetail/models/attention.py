@@ -77,6 +77,11 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """The signature transformers calls: `query` is `[B, heads, N, D]`, the result `[B, N, heads, D]`."""
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    if segments is None and attention_mask is not None and attention_mask.numel() == 1 < key.size(2):  # `no_mask()`
+        raise NotImplementedError(
+            f"{type(module).__name__} does not hand keywords of the model's call on to attention, so packed sequences "
+            "would mix; set use_remove_padding=False for this model."
+        )
     if segments is None or not causal:  # a vision tower beside a packed decoder gets the keyword too
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs

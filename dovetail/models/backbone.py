@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from dovetail.models.attention import PACKED_ATTENTION, register_packed_attention
+from dovetail.models.errors import ModelError
 from dovetail.models.multimodal import (
     TOKEN_TYPES,
     as_text,
@@ -41,10 +42,9 @@ class TransformerBackbone(nn.Module):
         super().__init__()
         self.hf_model = hf_model
         self.use_remove_padding = use_remove_padding
-        kinds = set(getattr(hf_model.config.get_text_config(), "layer_types", None) or ())
-        # Layers with a state, such as linear attention, see what lies before a token in the row.
-        self.share_prefixes = share_prefixes and kinds <= {"full_attention", "sliding_attention"}
+        self.share_prefixes = share_prefixes
         if use_remove_padding:
+            _refuse_to_pack(hf_model)
             hf_model.set_attn_implementation(register_packed_attention())
 
     def prepare(
@@ -131,6 +131,17 @@ class TransformerBackbone(nn.Module):
 
     def _attention_name(self) -> str:
         return self.hf_model.config.get_text_config()._attn_implementation
+
+
+def _refuse_to_pack(hf_model: Any) -> None:
+    """Layers with a state, such as linear attention, see whatever lies before a token in the row."""
+    kinds = set(getattr(hf_model.config.get_text_config(), "layer_types", None) or ())
+    other = sorted(kinds - {"full_attention", "sliding_attention"})
+    if other or hf_model._is_stateful:
+        raise ModelError(
+            f"{type(hf_model).__name__} has {', '.join(other) or 'recurrent'} layers, in which packed sequences would "
+            "mix; set use_remove_padding=False for this model."
+        )
 
 
 def checked_layer(layer: nn.Module) -> nn.Module:

@@ -125,7 +125,8 @@ def build_meta_model(
     attn_implementation: str = "sdpa",
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """The network a role needs, without memory. Tied weights are tied already.
+    """The network a role needs, without memory. Tied weights are tied already. Dropout is off, unless `override_config`
+    sets it.
 
     `value` and `reward` give a scalar head; an architecture without a classification class comes back bare, and
     `ValueModel` / `RewardModel` add the head.
@@ -135,6 +136,7 @@ def build_meta_model(
         _override(config, override_config or {}, "override_config")
     else:
         config = load_config(source, override_config, trust_remote_code=trust_remote_code)
+    _turn_off_dropout(config, override_config or {})
     if role != "policy":
         config.num_labels = 1
     auto = auto_class(config, role)
@@ -188,11 +190,12 @@ def initialize_buffers(module: nn.Module) -> None:
     for model in (m for m in module.modules() if isinstance(m, PreTrainedModel)):
         inner = [m for m in model.modules() if m is not model and isinstance(m, PreTrainedModel)]
         nested = {id(part) for m in inner for part in m.modules()}
-        for part in model.modules():
-            if id(part) in nested or not getattr(part, "_non_persistent_buffers_set", None):
+        # From the inside out, as transformers does it. Some models fill the buffers of their layers.
+        for part in reversed(list(model.modules())):
+            if id(part) in nested or not any(inner._non_persistent_buffers_set for inner in part.modules()):
                 continue
             # transformers' own initialisers skip what carries this flag, so parameters stay as they are.
-            for parameter in part.parameters(recurse=False):
+            for parameter in part.parameters():
                 parameter._is_hf_initialized = True  # pyrefly: ignore[missing-attribute]
             model._init_weights(part)
 
@@ -216,6 +219,16 @@ def _override(config: PreTrainedConfig, values: Mapping[str, Any], where: str) -
             _override(current, value, f"{where}.{key}")
         else:
             setattr(config, key, value)
+
+
+def _turn_off_dropout(config: PreTrainedConfig, overridden: Mapping[str, Any]) -> None:
+    """An update would compare log-probs under random masks with those of an engine, which has none."""
+    for key, value in list(vars(config).items()):
+        if isinstance(value, PreTrainedConfig):
+            inner = overridden.get(key)
+            _turn_off_dropout(value, inner if isinstance(inner, Mapping) else {})
+        elif "drop" in key and isinstance(value, float) and key not in overridden:
+            setattr(config, key, 0.0)
 
 
 def _shared_parameters(module: nn.Module) -> list[tuple[nn.Module, str, nn.Module, str]]:

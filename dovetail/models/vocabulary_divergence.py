@@ -6,6 +6,7 @@ again in backward, and never held for a whole batch. The teacher's output layer 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,8 @@ class Teacher:
 def logit_transform(config: Any) -> tuple[float, float | None]:
     """Factor and cap of the logits after the output layer, in models that have them."""
     text = config.get_text_config()
-    scale = float(getattr(text, "logit_scale", None) or 1.0) / float(getattr(text, "logits_scaling", None) or 1.0)
+    factors = [float(getattr(text, name, None) or 1.0) for name in ("logit_scale", "lm_head_multiplier")]
+    scale = math.prod(factors) / float(getattr(text, "logits_scaling", None) or 1.0)
     return scale, getattr(text, "final_logit_softcapping", None)
 
 

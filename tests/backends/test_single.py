@@ -194,7 +194,7 @@ def test_weights_come_once_under_the_names_transformers_saves() -> None:
     assert "lm_head.weight" in [name for name, _ in build(tied=False).named_weights()]
 
 
-def test_the_bias_of_a_sigmoid_router_is_sent_and_saved_though_nothing_trains_it() -> None:
+def test_the_bias_of_a_sigmoid_router_is_sent_and_saved_though_nothing_trains_it(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, DeepseekV3Config
 
     config = DeepseekV3Config(
@@ -204,10 +204,22 @@ def test_the_bias_of_a_sigmoid_router_is_sent_and_saved_though_nothing_trains_it
         qk_nope_head_dim=8, v_head_dim=8,
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config)
+    name, bias = "model.layers.1.mlp.gate.e_score_correction_bias", torch.tensor([0.1, 0.2, 0.3, 0.4])
+    model.get_buffer(name).copy_(bias)
     backend = build_backend("single", PolicyModel(model), fsdp=FP32, optim=OPTIM)
     biases = {name: tensor for name, tensor in backend.named_weights() if name.endswith("e_score_correction_bias")}
-    assert list(biases) == ["model.layers.1.mlp.gate.e_score_correction_bias"]
-    assert all(tensor.shape == (4,) for tensor in biases.values())
+    assert list(biases) == [name]
+    assert torch.equal(biases[name], bias)
+
+    export_hf_folder(backend, tmp_path / "hf")
+    network = PolicyModel(build_meta_model(tmp_path / "hf"))
+    # With masters apart: the network that computes has the bias of the folder, and that of a checkpoint.
+    mixed = build_backend("single", network, weights=tmp_path / "hf", fsdp=MIXED, optim=OPTIM)
+    assert torch.equal(network.hf_model.get_buffer(name), bias)
+    mixed.save_state(tmp_path / "state")
+    network.hf_model.get_buffer(name).zero_()
+    mixed.load_state(tmp_path / "state")
+    assert torch.equal(network.hf_model.get_buffer(name), bias)
 
 
 def test_export_loads_in_plain_transformers_with_equal_logits(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, GPT2Config
 
 from dovetail.models.backbone import HF_PREFIX
 from dovetail.models.load import build_meta_model, load_config, load_processor, load_tokenizer, materialize
@@ -26,8 +26,8 @@ def _batch(family: str) -> dict:
     return image_batch() if family == "qwen2_5_vl" else ragged_batch([5, 9], side="left")
 
 
-def _policy(folder: Path) -> PolicyModel:
-    policy = PolicyModel(build_meta_model(folder))
+def _policy(folder: Path, override_config: dict | None = None) -> PolicyModel:
+    policy = PolicyModel(build_meta_model(folder, override_config=override_config))
     assert all(p.is_meta for p in policy.parameters())
     materialize(policy, "cpu")
     load_weights(policy, folder)
@@ -49,6 +49,13 @@ def test_loading_tensor_by_tensor_equals_from_pretrained(family: str, tmp_path: 
     torch.testing.assert_close(
         run_model(policy, **batch).log_probs, run_model(PolicyModel(expected), **batch).log_probs, atol=0, rtol=0
     )
+
+
+def test_buffers_of_layers_that_the_model_fills_are_filled(tmp_path: Path) -> None:
+    model, loaded = tiny_model("falcon_h1"), build_meta_model(save_tiny_model("falcon_h1", tmp_path))
+    materialize(loaded, "cpu")
+    for (name, buffer), (_, expected) in zip(loaded.named_buffers(), model.named_buffers(), strict=True):
+        torch.testing.assert_close(buffer, expected, atol=0, rtol=0, msg=name)
 
 
 @pytest.mark.parametrize("family", ["llama_tied", "qwen2"])
@@ -199,6 +206,19 @@ def test_override_config_reaches_fields_and_refuses_unknown_ones(tmp_path: Path)
         load_config(tmp_path, {"text_config": {"rms_norm_esp": 1}})
     with pytest.raises(FileNotFoundError, match=r"no config\.json"):
         load_config(tmp_path / "absent")
+
+
+def test_dropout_is_off_in_training_unless_it_is_asked_for(tmp_path: Path) -> None:
+    config = GPT2Config(vocab_size=61, n_embd=32, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=2)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    assert config.resid_pdrop == 0.1
+    batch = ragged_batch([5, 9])
+    batch["input_ids"] %= 61
+    policy, noisy = _policy(tmp_path), _policy(tmp_path, {"resid_pdrop": 0.5})
+    expected = run_model(policy, **batch).log_probs
+    torch.testing.assert_close(run_model(noisy, **batch).log_probs, expected, atol=0, rtol=0)
+    torch.testing.assert_close(run_model(policy.train(), **batch).log_probs, expected, atol=0, rtol=0)
+    assert (run_model(noisy.train(), **batch).log_probs - expected).abs().max() > 0.01
 
 
 def test_a_dropout_that_the_network_has_not_may_be_turned_off_but_not_on(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dovetail.models import attention
 from dovetail.models.activations import enable_gradient_checkpointing
+from dovetail.models.errors import ModelError
 from dovetail.models.packing import pack_batch
 from dovetail.models.policy import PolicyModel
 from dovetail.models.value import ValueModel
@@ -112,13 +113,40 @@ def test_a_model_whose_attention_would_mix_sequences_is_refused() -> None:
         run_model(policy, **ragged_batch([3, 4]))
 
 
+def test_layers_in_which_packed_sequences_would_mix_are_refused() -> None:
+    model = tiny_model("llama")
+    model.config.layer_types = ["full_attention", "linear_attention"]
+    with pytest.raises(ModelError, match="linear_attention layers, in which packed"):
+        PolicyModel(model)
+    assert not PolicyModel(model, use_remove_padding=False).use_remove_padding
+    model.config.layer_types = None
+    type(model)._is_stateful = True
+    try:
+        with pytest.raises(ModelError, match="recurrent layers"):
+            PolicyModel(model)
+    finally:
+        del type(model)._is_stateful
+
+
 def test_packed_attention_refuses_what_it_cannot_compute() -> None:
-    from dovetail.models.attention import packed_attention
+    from dovetail.models.attention import no_mask, packed_attention
 
     segments = pack_batch(**ragged_batch([3, 4])).segments
     q = torch.randn(1, 4, 7, 32)
     with pytest.raises(NotImplementedError, match="softcap=30"):
         packed_attention(torch.nn.Identity(), q, q, q, None, segments=segments, softcap=30.0)
+    with pytest.raises(NotImplementedError, match="does not hand keywords"):
+        packed_attention(torch.nn.Identity(), q, q, q, no_mask())
+
+
+def test_logits_that_a_model_scales_are_scaled_here_too() -> None:
+    model = tiny_model("falcon_h1")
+    ids = torch.arange(3, 10)[None]
+    with torch.no_grad():
+        expected = model(ids).logits.log_softmax(-1)[0, :-1].gather(-1, ids[0, 1:, None]).squeeze(-1)
+        policy = PolicyModel(model, use_remove_padding=False)
+        found = run_model(policy, input_ids=ids, attention_mask=torch.ones_like(ids)).log_probs
+    torch.testing.assert_close(found[0, 1:], expected, atol=1e-5, rtol=1e-5)
 
 
 def groups(*prompts: list[int], responses: list[list[int]]) -> dict[str, Tensor]:
@@ -243,12 +271,6 @@ def test_values_of_a_critic_are_those_of_whole_sequences() -> None:
         model.share_prefixes = share
         values.append(run_model(model, **BATCH))
     torch.testing.assert_close(values[1], values[0], atol=1e-5, rtol=1e-5)
-
-
-def test_layers_that_carry_a_state_see_whole_sequences() -> None:
-    model = tiny_model("llama")
-    model.config.layer_types = ["full_attention", "linear_attention"]
-    assert not PolicyModel(model, share_prefixes=True).share_prefixes
 
 
 def test_the_arguments_of_varlen_kernels_say_the_same_as_the_loop_over_sequences() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import (
+    FalconH1Config,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -62,6 +63,9 @@ def tiny_config(family: str, **overrides: Any) -> PretrainedConfig:
         return MixtralConfig(**_TEXT | _MOE | {"num_local_experts": 4, "sliding_window": None} | overrides)
     if family == "mistral_window":
         return MistralConfig(**_TEXT | {"head_dim": 32, "sliding_window": 8} | overrides)
+    if family == "falcon_h1":  # cannot be packed
+        mamba = {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 8}
+        return FalconH1Config(**_TEXT | mamba | {"lm_head_multiplier": 0.25} | overrides)
     if family == "qwen2_5_vl":
         return _vision_language_config(overrides)
     raise ValueError(f"no tiny model called {family!r}; there are {', '.join(FAMILIES)}.")

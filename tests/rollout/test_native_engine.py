@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, BloomConfig
 
 from dovetail.rollout import GenerationRequest, GenerationResult, SamplingParams, UnsupportedPromptError
 from dovetail.rollout.native.engine import NativeEngine
@@ -200,6 +202,15 @@ def test_what_the_engine_cannot_read_is_named() -> None:
         engine.generate([GenerationRequest("a", [3]), GenerationRequest("a", [4])])
     with pytest.raises(NotImplementedError, match="sliding"):
         NativeEngine(tiny_model("mistral_window"))
+
+
+def test_a_model_whose_attention_is_its_own_is_refused(tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_config(BloomConfig(vocab_size=61, hidden_size=32, n_layer=1, n_head=2))
+    with pytest.raises(NotImplementedError, match="model_type=bloom has layers that do not take"):
+        NativeEngine(model)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(NotImplementedError, match="model_type=bloom has layers that do not take"):
+        NativeEngine(tmp_path)
 
 
 def test_bfloat16_log_probs_stay_near_those_of_a_plain_forward() -> None:

@@ -34,7 +34,7 @@ def load_model(
             attn_implementation=_attention_of(config),
             trust_remote_code=args.get("trust_remote_code", False),
         )
-    _check_supported(model.config.get_text_config())
+    _check_supported(model)
     return model.to(device).eval().requires_grad_(False)
 
 
@@ -57,9 +57,9 @@ def share_model(module: nn.Module, dtype: torch.dtype | None) -> PreTrainedModel
             "out, or build the engine from a folder and send weights with update_weights."
         )
     config = copy.deepcopy(module.config)
-    _check_supported(config.get_text_config())
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         replica = type(module)._from_config(config, attn_implementation=_attention_of(config))
+    _check_supported(replica)
     replica.generation_config = module.generation_config
     for name, parameter in module.named_parameters(remove_duplicate=False):
         owner, leaf = _owner(replica, name)
@@ -91,11 +91,16 @@ def _attention_of(config: PreTrainedConfig) -> str | dict[str, str]:
     return {"text_config": ATTENTION_NAME, "vision_config": "sdpa"}
 
 
-def _check_supported(config: PreTrainedConfig) -> None:
+def _check_supported(model: PreTrainedModel) -> None:
+    config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ())
     other = f"{', '.join(sorted(kinds - {'full_attention'}))} layers" if kinds - {"full_attention"} else ""
     if not kinds and getattr(config, "sliding_window", None) is not None:
         other = f"sliding_window={config.sliding_window}"
+    # Others compute attention with code of their own, whatever their config says, and would never see the cache.
+    is_ours = config._attn_implementation == ATTENTION_NAME and model._can_set_attn_implementation()
+    if not other and (model._is_stateful or not is_ours):
+        other = "layers that do not take the engine's attention"
     if other:
         raise NotImplementedError(
             f"model_type={config.model_type} has {other}; the native engine computes full causal attention only. "
