@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -134,21 +135,9 @@ def test_a_run_does_not_go_on_with_another_reference_or_other_data(toy: Toy, pai
     file = tmp_path / "run" / FILE
     content = file.read_bytes()
 
-    # The same folder name, other weights in it.
-    (tmp_path / "moved").mkdir()
-    model = Path(str(toy.model))
     other = save_toy_model(tmp_path / "other", seed=1)
-    backup = model.with_name("backup")
-    model.rename(backup)
-    other.rename(model)
-    try:
-        with pytest.raises(
-            DataError, match=rf"{FILE} holds the reference's log-probs, and it has .* where the model of"
-        ):
-            train(toy.config(tmp_path / "run", longer))
-    finally:
-        model.rename(tmp_path / "other")
-        backup.rename(model)
+    with pytest.raises(DataError, match=rf"{FILE} holds the reference's log-probs, and it has .* where the model of"):
+        train(toy.config(tmp_path / "run", longer | {"actor_rollout_ref.model.path": str(other)}))
 
     file.write_bytes(content[: len(content) // 2])
     with pytest.raises(DataError, match="and it cannot be read"):
@@ -156,6 +145,10 @@ def test_a_run_does_not_go_on_with_another_reference_or_other_data(toy: Toy, pai
     file.write_bytes(content)
     with pytest.raises(DataError, match=r"other val data"):
         train(toy.config(tmp_path / "run", longer | {"data.val_max_samples": 3}))
+    # The model that the run began with may lie elsewhere.
+    elsewhere = shutil.copytree(toy.model, tmp_path / "elsewhere")
+    _, rows = train(toy.config(tmp_path / "run", longer | {"actor_rollout_ref.model.path": str(elsewhere)}))
+    assert len(rows) == 3
     # A new run may take the folder.
     train(toy.config(tmp_path / "run", longer | {"data.val_max_samples": 3, "trainer.resume_mode": "disable"}))
 
