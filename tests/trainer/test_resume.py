@@ -211,6 +211,14 @@ def test_a_missing_resume_path_is_refused(toy: Toy, tmp_path: Path) -> None:
         train(toy.config(tmp_path / "run", chosen))
 
 
+def test_epochs_are_not_counted_with_another_batch_size_than_before(toy: Toy, tmp_path: Path) -> None:
+    train(toy.config(tmp_path, {"trainer.total_training_steps": 1, "trainer.save_freq": 1}))
+    epochs = {"trainer.total_training_steps": None, "trainer.total_epochs": 2, "data.train_batch_size": 2}
+    # Two epochs of 32 rows, of which the first step took 4, two at a time.
+    with pytest.raises(ConfigError, match=r"took 4 each; set trainer.total_training_steps=31 to train"):
+        train(toy.config(tmp_path, epochs))
+
+
 def test_a_checkpoint_says_where_the_driver_stood(toy: Toy, tmp_path: Path) -> None:
     train(toy.config(tmp_path, {"trainer.save_freq": 2}))
     state = json.loads((tmp_path / "global_step_2" / "trainer.json").read_text())
