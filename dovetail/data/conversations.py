@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dovetail.config.methods import SFTConfig
-from dovetail.data.encode import Messages, is_message, media_kinds, short, truncate
+from dovetail.data.encode import Messages, is_message, media_kinds, short, truncate, with_text
 from dovetail.data.errors import DataError
 from dovetail.data.examples import TEXT_ALONE, ExampleDataset, Renderer, TooLong, pad_rows
 from dovetail.protocol import DataProto
@@ -158,7 +158,7 @@ def checked_messages(value: Any, name: str) -> Messages:
     if isinstance(value, (list, tuple, np.ndarray)) and len(value) and all(is_message(entry) for entry in value):
         if kinds := media_kinds(list(value)):
             raise DataError(f"{name} has a part of the type {kinds[0]!r}; {TEXT_ALONE}")
-        return [{key: entry for key, entry in message.items() if entry is not None} for message in value]
+        return [with_text({key: entry for key, entry in message.items() if entry is not None}) for message in value]
     raise DataError(f"{name} is {short(value)}; it must be a list of messages with role and content.")
 
 

@@ -45,7 +45,7 @@ class PromptEncoder:
                 "actor_rollout_ref.model.custom_chat_template, or give prompts as plain text."
             )
         # Templates take a None for a value.
-        return [without_nulls(dict(message)) for message in prompt]
+        return [with_text(without_nulls(dict(message))) for message in prompt]
 
     def render(self, messages: Messages | str, where: str) -> str:
         """The prompt's text as the model will see it."""
@@ -140,6 +140,14 @@ def load_image(source: Any) -> Any:
     return image.open(io.BytesIO(source) if isinstance(source, bytes) else source).convert("RGB")
 
 
+def with_text(message: dict[str, Any]) -> dict[str, Any]:
+    """Parts that are all text as one text: many templates would write the list as Python shows it."""
+    content = message.get("content")
+    parts = content if isinstance(content, (list, tuple)) else []
+    texts = [part["text"] for part in parts if isinstance(part, Mapping) and _is_text(part)]
+    return {**message, "content": "".join(texts)} if texts and len(texts) == len(parts) else message
+
+
 def listed_media(row: Mapping[str, Any], key: str) -> list[Any]:
     """A row's images or videos."""
     value = row.get(key)
@@ -212,3 +220,7 @@ def process_media(
 
 def _part(piece: str) -> dict[str, str]:
     return {"type": piece[1:-1]} if _PLACE.fullmatch(piece) else {"type": "text", "text": piece}
+
+
+def _is_text(part: Mapping[str, Any]) -> bool:
+    return part.get("type") == "text" and isinstance(part.get("text"), str)

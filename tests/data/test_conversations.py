@@ -48,6 +48,13 @@ def test_only_answers_and_the_token_that_ends_them_are_trained() -> None:
     assert trained_text("qwen2.5", row) == f"{TALK[2]['content']}<|im_end|>{TALK[4]['content']}<|im_end|>"
 
 
+def test_parts_that_are_all_text_are_the_text() -> None:
+    texts = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+    parts = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in texts]
+    made = opened([{"messages": texts}, {"messages": parts}], "llama3")
+    assert made[0] == made[1]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -324,6 +324,14 @@ def test_an_image_that_the_model_would_not_see_is_refused(row: dict[str, Any], m
             dataset(str(file), **options)
 
 
+def test_parts_that_are_all_text_are_the_text(tmp_path: Path) -> None:
+    parts = [{"type": "text", "text": "say "}, {"type": "text", "text": "7"}]
+    prompts = [[{"role": "user", "content": content}] for content in (parts, "say 7")]
+    file = write_rows([{"prompt": prompt, "data_source": "toy"} for prompt in prompts], tmp_path / "a.jsonl")
+    made = dataset(str(file), requires_ground_truth=False)
+    assert made[0]["raw_prompt_ids"] == made[1]["raw_prompt_ids"]
+
+
 def test_without_a_column_of_images_the_mark_is_text(tmp_path: Path) -> None:
     file = write_rows([{"prompt": "the tag <image>", "data_source": "toy"}], tmp_path / "a.jsonl")
     assert len(dataset(str(file), processor=FakeProcessor(), requires_ground_truth=False)) == 1
