@@ -15,6 +15,7 @@ import tests.ranks  # noqa: F401  the fork server has torch and the models impor
 from dovetail.checkpoint.manifest import BrokenCheckpoint
 from dovetail.checkpoint.store import CheckpointStore
 from dovetail.config import ConfigError
+from dovetail.data.files import write_rows
 from dovetail.protocol import DataProto
 from tests.trainer.killed_run import DIED_IN, Moment, run_until_killed
 from tests.trainer.toy_run import DAPO, Toy, repeatable, train
@@ -156,6 +157,15 @@ def test_a_checkpoint_without_a_critic_is_refused_by_a_run_with_one(toy: Toy, tm
     train(toy.config(tmp_path / "run", {"trainer.save_freq": 1, "trainer.total_training_steps": 1}))
     with pytest.raises(BrokenCheckpoint, match="trained no critic, and this one does; `dovetail export`") as refused:
         train(toy.config(tmp_path / "run", {"algorithm.adv_estimator": "gae"}))
+    assert not refused.value.damaged
+
+
+def test_a_folder_of_another_method_is_named_as_such(toy: Toy, tmp_path: Path) -> None:
+    train(toy.config(tmp_path / "run", {"trainer.save_freq": 1, "trainer.total_training_steps": 1}))
+    rows = [{"prompt": f"say {number}", "response": "4"} for number in range(4)]
+    other = {"trainer.method": "sft", "data.train_files": str(write_rows(rows, tmp_path / "chats.jsonl"))}
+    with pytest.raises(BrokenCheckpoint, match=r"a run with trainer.method=rl, and this one has sft") as refused:
+        train(toy.config(tmp_path / "run", other))
     assert not refused.value.damaged
 
 
