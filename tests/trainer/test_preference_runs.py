@@ -20,6 +20,7 @@ from dovetail.data.errors import DataError
 from dovetail.data.files import write_rows
 from dovetail.models.weights import scalar_head
 from dovetail.protocol import DataProto
+from dovetail.trainer.model_folders import refuse_broken_models
 from dovetail.trainer.reference import FILE
 from dovetail.workers.reward_model_worker import RewardModelWorker
 from tests.models.tiny import tiny_tokenizer
@@ -256,6 +257,8 @@ def test_a_reward_model_of_adapters_trains_its_head_too_and_is_exported_whole(
     assert not torch.equal(after["score.weight"], scalar_head(toy.model, "score.weight", (1, 64)))
     assert not torch.equal(after["model.layers.0.mlp.up_proj.weight"], before["model.layers.0.mlp.up_proj.weight"])
     assert torch.equal(after["model.norm.weight"], before["model.norm.weight"])
+    folders = dict.fromkeys(("actor_rollout_ref.model.path", "critic.model.path"), str(tmp_path / "reward"))
+    refuse_broken_models(toy.config(tmp_path / "again", changes | folders))  # a reward model may be trained on
     assert main(["export", str(result.folder), str(tmp_path / "adapter"), "--adapter"]) == 2
     assert main(["export", str(result.folder), str(tmp_path / "moved"), "--model", str(tmp_path / "nowhere")]) == 2
 
