@@ -17,6 +17,7 @@ from dovetail.config import ConfigError, DovetailConfig, LoadedConfig, Notice, l
 from dovetail.config.errors import Problem
 from dovetail.config.translate import expand
 from dovetail.config.tree import leaves
+from dovetail.observability.disk import why_not_writable
 from dovetail.rewards.signatures import takes_lists
 
 logger = logging.getLogger(__name__)
@@ -114,7 +115,11 @@ class Trainer:
 
     @cached_property
     def _folder(self) -> Path:
-        return self._given_folder or _new_folder(type(self).__name__.lower())
+        folder = self._given_folder or _new_folder(type(self).__name__.lower())
+        if (why := why_not_writable(folder, is_folder=True)) is not None:
+            words = f"output={folder} cannot be written: {why}; give a folder that you may write to."
+            raise ConfigError([Problem("output", words)])
+        return folder
 
     def _load(self) -> LoadedConfig:
         if self._loaded is None:

@@ -10,8 +10,9 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 PACKAGE_PREFIX = "pkg://"
@@ -83,6 +84,7 @@ def _import_file(path: str, key: str) -> ModuleType:
         raise UserCodeError(f"{key}={path}: there is no file {file}; give a Python file or {PACKAGE_PREFIX}module.")
     # The name is made of the whole path: two files called reward.py are two modules, and one file is imported once.
     name = f"dovetail_user_{file.stem}_{hashlib.blake2b(str(file).encode(), digest_size=6).hexdigest()}"
+    _NEIGHBOURS.prefer(str(file.parent))
     if name in sys.modules:
         return sys.modules[name]
     for module in list(sys.modules.values()):  # `trainer.import_modules` may name the file too: it registers once
@@ -93,10 +95,6 @@ def _import_file(path: str, key: str) -> ModuleType:
         raise UserCodeError(f"{key}={path} is not a Python file; its name must end in .py.")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    # As where Python runs the file, it may import what lies beside it. Last, so that this hides no package, and only
-    # while it is imported, so that it hides no module of another run; spelled as the file's own code would not.
-    beside = f"{file.parent}{os.sep}"
-    sys.path.append(beside)
     try:
         spec.loader.exec_module(module)
     except BaseException as error:
@@ -109,7 +107,46 @@ def _import_file(path: str, key: str) -> ModuleType:
             f"{key}={path} fails while it is imported{where}: {type(error).__name__}: {str(error).rstrip('.')}. "
             f"`python {path}` shows its traceback."
         ) from error
-    finally:
-        if beside in sys.path:
-            sys.path.remove(beside)
     return module
+
+
+class _Neighbours:
+    """Finds what lies beside a user's file for the code of that file, at its top and in functions that run later.
+
+    Asked after every other finder, so that it hides no package. A folder on `sys.path` would be searched for everybody:
+    it would hide modules of another run's folder.
+    """
+
+    def __init__(self) -> None:
+        self.folders: set[str] = set()
+        self.imported_from: dict[str, str] = {}
+
+    def find_spec(self, name: str, path: Sequence[str] | None = None, _target: object = None) -> ModuleSpec | None:
+        folder = self._folder_of_the_caller() if path is None else None
+        spec = PathFinder.find_spec(name, [folder]) if folder else None
+        if folder and spec:
+            self.imported_from[name] = folder
+        return spec
+
+    def prefer(self, folder: str) -> None:
+        """Let names that another folder has, too, mean the modules of this one from now on."""
+        if self not in sys.meta_path:
+            sys.meta_path.append(self)
+        self.folders.add(folder)
+        for name, other in list(self.imported_from.items()):
+            if other != folder and PathFinder.find_spec(name, [folder]) is not None:
+                del self.imported_from[name]
+                for module in [entry for entry in sys.modules if entry.split(".")[0] == name]:
+                    del sys.modules[module]
+
+    def _folder_of_the_caller(self) -> str | None:
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            folder = os.path.dirname(frame.f_code.co_filename)
+            if folder in self.folders:
+                return folder
+            frame = frame.f_back
+        return None
+
+
+_NEIGHBOURS = _Neighbours()

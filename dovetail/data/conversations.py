@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dovetail.config.methods import SFTConfig
-from dovetail.data.encode import Messages, is_message, short, truncate
+from dovetail.data.encode import Messages, is_message, media_kinds, short, truncate, with_text
 from dovetail.data.errors import DataError
-from dovetail.data.examples import ExampleDataset, Renderer, TooLong, pad_rows
+from dovetail.data.examples import TEXT_ALONE, ExampleDataset, Renderer, TooLong, pad_rows
 from dovetail.protocol import DataProto
 
 COMPLETION = "completion"
@@ -156,7 +156,9 @@ def conversation_rows(renderer: Renderer, messages: Messages, tools: Any = None)
 def checked_messages(value: Any, name: str) -> Messages:
     """A list of messages with role and content, without the Nones that Arrow fills in."""
     if isinstance(value, (list, tuple, np.ndarray)) and len(value) and all(is_message(entry) for entry in value):
-        return [{key: entry for key, entry in message.items() if entry is not None} for message in value]
+        if kinds := media_kinds(list(value)):
+            raise DataError(f"{name} has a part of the type {kinds[0]!r}; {TEXT_ALONE}")
+        return [with_text({key: entry for key, entry in message.items() if entry is not None}) for message in value]
     raise DataError(f"{name} is {short(value)}; it must be a list of messages with role and content.")
 
 

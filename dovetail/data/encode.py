@@ -45,7 +45,7 @@ class PromptEncoder:
                 "actor_rollout_ref.model.custom_chat_template, or give prompts as plain text."
             )
         # Templates take a None for a value.
-        return [without_nulls(dict(message)) for message in prompt]
+        return [with_text(without_nulls(dict(message))) for message in prompt]
 
     def render(self, messages: Messages | str, where: str) -> str:
         """The prompt's text as the model will see it."""
@@ -140,9 +140,39 @@ def load_image(source: Any) -> Any:
     return image.open(io.BytesIO(source) if isinstance(source, bytes) else source).convert("RGB")
 
 
+def with_text(message: dict[str, Any]) -> dict[str, Any]:
+    """Parts that are all text as one text: many templates would write the list as Python shows it."""
+    content = message.get("content")
+    parts = content if isinstance(content, (list, tuple)) else []
+    texts = [part["text"] for part in parts if isinstance(part, Mapping) and _is_text(part)]
+    return {**message, "content": "".join(texts)} if texts and len(texts) == len(parts) else message
+
+
+def listed_media(row: Mapping[str, Any], key: str) -> list[Any]:
+    """A row's images or videos."""
+    value = row.get(key)
+    if isinstance(value, (str, bytes, Mapping)) and value:
+        raise DataError(f"{key} is {short(value)}; it must be a list, with an entry for each <image> or <video>.")
+    return [] if value is None or isinstance(value, (str, bytes, Mapping)) else list(value)
+
+
+def media_kinds(messages: Messages) -> list[str]:
+    """The types of all parts of messages that are no text: `image`, `video`, `image_url`, `input_audio`, ..."""
+    contents = [message.get("content") for message in messages]
+    parts = [part for content in contents if isinstance(content, (list, tuple)) for part in content]
+    kinds = [str(part.get("type")) for part in parts if isinstance(part, Mapping)]
+    return [kind for kind in kinds if re.search("image|video|audio", kind)]
+
+
 def place_media(messages: Messages, num_images: int, num_videos: int, where: str) -> Messages:
     """Replace `<image>` and `<video>` in the texts by the parts that chat templates understand, and count them."""
     placed, counts = [], {"image": 0, "video": 0}
+    if other := [kind for kind in media_kinds(messages) if kind not in counts]:
+        raise DataError(
+            f"{where}: a part of the prompt has the type {other[0]!r}, which would be left out; write "
+            '{"type": "image"} (or "video") in its place, and the image itself into the column of data.image_key '
+            "(data.video_key)."
+        )
     for message in messages:
         content = message.get("content")
         if isinstance(content, str):
@@ -156,8 +186,8 @@ def place_media(messages: Messages, num_images: int, num_videos: int, where: str
     for kind, wanted in (("image", num_images), ("video", num_videos)):
         if counts[kind] != wanted:
             raise DataError(
-                f"{where}: the prompt names <{kind}> {counts[kind]} times and the row has {wanted} {kind}s; "
-                "they must be as many."
+                f"{where}: the prompt names <{kind}> {counts[kind]} times and the row has {wanted} {kind}s "
+                f"(data.{kind}_key); they must be as many."
             )
     return placed
 
@@ -190,3 +220,7 @@ def process_media(
 
 def _part(piece: str) -> dict[str, str]:
     return {"type": piece[1:-1]} if _PLACE.fullmatch(piece) else {"type": "text", "text": piece}
+
+
+def _is_text(part: Mapping[str, Any]) -> bool:
+    return part.get("type") == "text" and isinstance(part.get("text"), str)

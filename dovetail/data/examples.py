@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from dovetail.config.data import DataConfig
-from dovetail.data.encode import pad_id
+from dovetail.data.encode import listed_media, pad_id
 from dovetail.data.errors import DataError, refuse_rows
 from dovetail.data.files import Rows, TableRows, read_rows, without_nulls
 from dovetail.data.sampler import shuffled
@@ -42,6 +42,9 @@ class Renderer(Protocol):
         tools: Any = None,
         stop_id: int | None = None,
     ) -> list[int] | None: ...
+
+
+TEXT_ALONE = "conversations and preferences are trained as text alone, so leave it out."
 
 
 class TooLong(DataError):
@@ -134,6 +137,8 @@ class ExampleDataset(ABC, Generic[Example]):
                     continue
                 try:
                     row = file[number]
+                    if any(listed_media(row, key) for key in (self.config.image_key, self.config.video_key)):
+                        raise DataError(f"it has images or videos; {TEXT_ALONE}")
                     examples = list(self.encode(without_nulls(row) if isinstance(file, TableRows) else row))
                 except DataError as error:
                     if isinstance(error, TooLong) and self.config.filter_overlong_prompts:

@@ -25,6 +25,7 @@ from dovetail.data.encode import (
     load_image,
     pad_prompt,
     process_media,
+    short,
     truncate,
 )
 from dovetail.data.errors import DataError, refuse_rows
@@ -194,12 +195,18 @@ class PromptDataset:
     def _media_prompt(self, row: Mapping[str, Any], messages: Messages | str, where: str) -> MediaPrompt:
         if self.processor is None or isinstance(messages, str):
             raise DataError(f"{where} has images or videos, but the model has no processor or no chat template for it.")
-        images = [self._load_image(source) for source in row.get(self.config.image_key) or []]
+        images = [self._opened(source, where) for source in row.get(self.config.image_key) or []]
         videos = list(row.get(self.config.video_key) or [])
         settings = {"tools": list(self.encoder.tools)} if self.encoder.tools else {}
         return process_media(
             self.processor, messages, images, videos, where, **settings, **self.encoder.template_kwargs
         )
+
+    def _opened(self, source: Any, where: str) -> Any:
+        try:
+            return self._load_image(source)
+        except OSError as error:  # also what is no image
+            raise DataError(f"{where}: the image {short(source)} cannot be opened: {error}") from error
 
     def _padded(self, ids: list[int], text: str, *, raw_ids: list[int]) -> dict[str, Any]:
         padded = pad_prompt(ids, self.tokenizer, self.config.max_prompt_length)

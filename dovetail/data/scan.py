@@ -16,7 +16,15 @@ from typing import Any
 
 import numpy as np
 
-from dovetail.data.encode import Messages, PromptEncoder, place_media, short, too_long
+from dovetail.data.encode import (
+    Messages,
+    PromptEncoder,
+    listed_media,
+    media_kinds,
+    place_media,
+    short,
+    too_long,
+)
 from dovetail.data.errors import DataError
 from dovetail.data.files import Rows
 
@@ -147,12 +155,17 @@ def _text(rules: RowRules, row: Mapping[str, Any]) -> tuple[str, bool]:
 
 
 def _check_media(rules: RowRules, row: Mapping[str, Any], messages: Messages | str) -> None:
-    images, videos = (row.get(key) or [] for key in rules.media_keys)
-    if not images and not videos:
-        return
+    images, videos = (listed_media(row, key) for key in rules.media_keys)
+    kinds = [] if isinstance(messages, str) else media_kinds(messages)
     if not rules.reads_media or isinstance(messages, str):
-        raise DataError("it has images or videos, but the model has no processor or no chat template for them.")
-    place_media(messages, len(images), len(videos), "")
+        if images or videos or kinds:
+            raise DataError(
+                "it has images or videos, but the model has no processor or no chat template for them; use a model "
+                "that sees them, or leave them out."
+            )
+    # In a file without such a column "<image>" is text like any other.
+    elif kinds or any(key in row for key in rules.media_keys):
+        place_media(messages, len(images), len(videos), "")
 
 
 def _is_surely_short(text: str, limit: int) -> bool:

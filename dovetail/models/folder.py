@@ -38,7 +38,15 @@ def check_model_folder(
     means to leave some out.
     """
     model = build_meta_model(path, role, trust_remote_code=trust_remote_code)
-    unread = [name for name in unread_tensors(model, path) if not _may_be_left_out(name, model)]
+    without_place = unread_tensors(model, path)
+    if role == "policy" and (
+        heads := [name for name in without_place if name in ("score.weight", "classifier.weight")]
+    ):
+        raise ModelError(
+            f"{path} is a reward model: its weights have a head that scores ({heads[0]}), and the rest of it writes no "
+            "text; give a language model, and this folder as reward=."
+        )
+    unread = [name for name in without_place if not _may_be_left_out(name, model)]
     if unread:
         layers = getattr(model.config.get_text_config(), "num_hidden_layers", None)
         raise ModelError(

@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
 from dovetail.checkpoint.store import CheckpointStore
+from dovetail.config import ConfigError
+from dovetail.config.errors import Problem
 from dovetail.config.root import DovetailConfig
 from dovetail.controller import WorkerError
 from dovetail.controller.freeze_gc import frozen_gc
@@ -21,7 +23,7 @@ from dovetail.models.flops import StepUtilisation
 from dovetail.observability.timers import PhaseTimers
 from dovetail.observability.tracker import Tracker
 from dovetail.protocol import DataProto
-from dovetail.trainer.checkpoints import TrainerCheckpoints
+from dovetail.trainer.checkpoints import LoadedCheckpoint, TrainerCheckpoints
 from dovetail.trainer.groups import TrainedGroups
 from dovetail.trainer.profile import profiled
 from dovetail.trainer.stalled import SkippedSteps
@@ -249,7 +251,7 @@ class BaseTrainer(ABC, Generic[Groups]):
     def _save(self, state: dict[str, Any], carried: dict[str, DataProto], metrics: Metrics) -> None:
         state, carried = self._checkpoint_parts(state, carried)
         # The step's metrics are logged after its checkpoint; a run killed in between restores them from here.
-        state = {**state, "metrics": metrics}
+        state = {**state, "metrics": metrics, "rows_per_step": rows_per_step(self.config)}
         self._note_saved(self.checkpoints.save(self.global_step, self.groups, state, carried=carried))
 
     def _note_saved(self, steps: list[int]) -> None:
@@ -272,6 +274,7 @@ class BaseTrainer(ABC, Generic[Groups]):
             if checkpoint.folder.parent.resolve() != self.tracker.folder.path.resolve():
                 self.tracker.folder.start()
             return  # in the run's own folder no step is repeated, so what was recorded after this one stays
+        self._refuse_other_epochs(checkpoint)
         self._load_driver_state(checkpoint.state)
         self.tracker.resume(checkpoint.step, *store.paths(after=checkpoint.step))
         if checkpoint.step >= self.total_steps:
@@ -283,11 +286,30 @@ class BaseTrainer(ABC, Generic[Groups]):
         if all(row["step"] != checkpoint.step for row in self.tracker.folder.read_metrics()):
             self.tracker.log(checkpoint.step, checkpoint.metrics)
 
+    def _refuse_other_epochs(self, checkpoint: LoadedCheckpoint) -> None:
+        """Steps that took another number of rows count otherwise towards `trainer.total_epochs`."""
+        epochs, now = self.config.trainer.total_epochs, rows_per_step(self.config)
+        before = checkpoint.state.get("rows_per_step", now)  # earlier versions did not save it
+        if before == now or self.config.trainer.total_training_steps is not None:
+            return
+        left = max(0, self.train_loader.sampler.num_rows * epochs - checkpoint.step * before)
+        why = (
+            f"trainer.total_epochs={epochs} counts steps of {now} rows, and the {checkpoint.step} steps of "
+            f"{checkpoint.folder} took {before} each; set trainer.total_training_steps={checkpoint.step + left // now} "
+            "to train these epochs to their end, or put data.train_batch_size (data.gen_batch_size) back."
+        )
+        raise ConfigError([Problem("trainer.total_epochs", why)])
+
 
 def total_training_steps(config: DovetailConfig, steps_per_epoch: int) -> int:
     """Steps of the run: set, or from the epochs."""
     total = config.trainer.total_training_steps
     if total is None:
-        per_step = math.ceil(config.data.train_batch_size / config.generation_batch_size)
-        total = max(1, steps_per_epoch // max(1, per_step)) * config.trainer.total_epochs
+        per_step = rows_per_step(config) // config.generation_batch_size
+        total = max(1, steps_per_epoch // per_step) * config.trainer.total_epochs
     return total
+
+
+def rows_per_step(config: DovetailConfig) -> int:
+    """Rows of the data that a step takes, as epochs count: whole batches of generation."""
+    return math.ceil(config.data.train_batch_size / config.generation_batch_size) * config.generation_batch_size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -24,6 +25,7 @@ from dovetail.config.algorithm import AlgorithmConfig
 from dovetail.config.view import ConfigView
 from dovetail.protocol import DataProto
 from dovetail.protocol.trajectories import one_row_each, trajectories_of, turn_numbers
+from dovetail.rewards.errors import RewardError
 from dovetail.workers.mini_batches import MINI_BATCH_ROWS
 from dovetail.workers.shares import LOSS_WEIGHT
 
@@ -157,15 +159,26 @@ def estimator_inputs(batch: DataProto, algorithm: AlgorithmConfig, num_repeat: i
 def _reward_components(batch: DataProto, keys: Sequence[str]) -> torch.Tensor | None:
     """`[rows, keys]`: numbers that the reward function returned beside the score."""
     columns = batch.non_tensor_batch
-    absent = [key for key in keys if key not in columns]
-    if absent:
-        raise ValueError(
-            f"algorithm.gdpo_reward_keys={list(keys)}: the reward function returned no {', '.join(absent)}; a row has "
-            f"{', '.join(sorted(columns))}. Return them in its dictionary."
-        )
+    for key in keys:
+        if key not in columns:
+            returned = ", ".join(name for name, column in columns.items() if column.dtype.kind == "f")
+            raise RewardError(
+                f"algorithm.gdpo_reward_keys names {key!r}, which the reward function did not return; it returned "
+                f"{returned}. Return {key!r} in its dictionary beside them, or take it out of gdpo_reward_keys."
+            )
+        lacking = [value for value in columns[key].tolist() if not _is_finite_number(value)]
+        if lacking:
+            raise RewardError(
+                f"algorithm.gdpo_reward_keys names {key!r}, which is no number for {len(lacking)} of {len(batch)} "
+                f"responses (first {lacking[0]!r}; nan where it returned none). Return a number for every response."
+            )
     if not keys:
         return None
     return torch.stack([torch.tensor([float(value) for value in columns[key]]) for key in keys], dim=1)
+
+
+def _is_finite_number(value: Any) -> bool:
+    return isinstance(value, (bool, int, float)) and math.isfinite(value)
 
 
 def add_baselines(batch: DataProto, greedy: DataProto) -> DataProto:

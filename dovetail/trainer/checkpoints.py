@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 _DRIVER_STATE = "trainer.json"
 _CARRIED = ".safetensors"
+_GENERATING = {"rl", "distill"}
+"""Methods that read prompts alike: a run of one may go on as the other."""
 _MIB = 1 << 20
 
 
@@ -90,7 +92,9 @@ class TrainerCheckpoints:
                 self._save_role(group, settings[name], folder / name, save)
             for name, rows in (carried or {}).items():
                 rows.save_to_disk(folder / f"{name}{_CARRIED}")
-            (folder / _DRIVER_STATE).write_text(json.dumps({"step": step, **state}, indent=1))
+            (folder / _DRIVER_STATE).write_text(
+                json.dumps({"step": step, "method": self._config.trainer.method, **state}, indent=1)
+            )
         self._open = save
         return [*finished, *(self.finish() if not save.writing else [])]
 
@@ -140,6 +144,14 @@ class TrainerCheckpoints:
             self.carried = {file.stem: DataProto.load_from_disk(file) for file in files}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise BrokenCheckpoint(folder, f"the driver's state is not readable ({error})", damaged=True) from error
+        method, own = state.pop("method", None), self._config.trainer.method
+        if method is not None and method != own and not {method, own} <= _GENERATING:
+            raise BrokenCheckpoint(
+                folder,
+                f"it is of a run with trainer.method={method}, and this one has {own}; give this run a folder of its "
+                "own (output=), or start over in this one with trainer.resume_mode=disable. To train its model on, "
+                "`dovetail export` it",
+            )
         if missing := [name for name in groups.trained if not (folder / name).is_dir()]:
             raise BrokenCheckpoint(
                 folder,

@@ -45,6 +45,8 @@ def refuse_broken_models(config: DovetailConfig, *, on_hub: bool = True, headers
     """
     read: set[str] = set()
     roles: dict[str, Role] = {"critic.model": "value", "reward_model.model": "reward"}
+    if config.trainer.method == "reward":  # trained from either kind; `model=` names both keys
+        roles["actor_rollout_ref.model"] = "value"
     with Refusals() as refused:
         for name, model in _known_models(config).items():
             if not on_hub and is_hub_name(model.path):

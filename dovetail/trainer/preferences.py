@@ -24,8 +24,7 @@ class PreferenceTrainer(OfflineTrainer):
         for name, loader in (("train", self.train_loader), ("val", self.val_loader)):
             if loader is not None and isinstance(loader.dataset, PreferenceDataset):
                 datasets[name] = loader.dataset
-        model = self.config.actor_rollout_ref.model.path
-        self._reference = ReferenceLogProbs(self.tracker.folder.path, datasets, model)
+        self._reference = ReferenceLogProbs(self.tracker.folder.path, datasets)
         with self.timers("reference"):
             self._reference.prepare(
                 lambda batch: groups.group.compute_log_prob_sums(batch).tensors[REF_LOG_PROB],

@@ -1,6 +1,7 @@
 """The reference policy's log-probs of preference data: computed once, before the first update, kept in the run folder.
 
-A later start of the run reads them again, after a check that the data and the model are still the same.
+A later start of the run reads them again, after a check that the data and the model are still the same, wherever the
+model's folder lies now.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ Compute = Callable[[DataProto], Tensor]
 class ReferenceLogProbs:
     """Two numbers an example, by the name of its data set (`train`, `val`)."""
 
-    def __init__(self, folder: Path, datasets: Mapping[str, PreferenceDataset], model: str) -> None:
+    def __init__(self, folder: Path, datasets: Mapping[str, PreferenceDataset]) -> None:
         self._file = folder / FILE
         self._datasets = datasets
-        self._facts = {f"{name}_data": dataset.fingerprint for name, dataset in datasets.items()} | {"model": model}
+        self._facts = {f"{name}_data": dataset.fingerprint for name, dataset in datasets.items()}
         self._tables: dict[str, Tensor] = {}
 
     def prepare(self, compute: Compute, *, resumes: bool) -> None:
@@ -88,7 +89,7 @@ class ReferenceLogProbs:
         return tables
 
     def _check(self, compute: Compute) -> None:
-        """The model may have changed in its folder: its log-probs tell."""
+        """Its log-probs say whether it is the same model: its folder may have moved, or its weights have changed."""
         name, dataset = next(iter(self._datasets.items()))
         examples = np.arange(min(_CHECKED, len(dataset)))
         again, kept = compute(dataset.batch(examples)).float(), self._tables[name][: len(examples)].reshape(-1)

@@ -127,7 +127,8 @@ def write_peft_folder(adapter: LoraAdapter, folder: Path, *, base_model: str | N
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in adapter.tensors}
     if not tensors:
         raise ValueError("the adapter has no tensors; train with lora_rank above 0, or send merged weights.")
-    modules = sorted({name.split(".lora_")[0].rpartition(".")[2] for name in tensors})
+    # Whole names: `o_proj` alone would put adapters into layers that have none.
+    modules = sorted({name.split(".lora_")[0] for name in tensors})
     settings = {
         "peft_type": "LORA",
         "base_model_name_or_path": base_model,

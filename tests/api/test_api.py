@@ -276,6 +276,12 @@ def test_an_argument_and_a_key_that_say_different_things_are_refused(
     assert config.actor_rollout_ref.actor.optim.lr == 1e-4
 
 
+def test_an_output_that_is_a_file_is_refused(model: str, tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("")
+    with pytest.raises(ConfigError, match=r"output=.*taken cannot be written: it is a file, not a folder"):
+        dovetail.GRPO(model, [{"prompt": "a"}], reward="exact", output=tmp_path / "taken").train()
+
+
 def test_a_callback_that_is_no_function_and_keys_that_are_no_dict_are_refused(model: str) -> None:
     with pytest.raises(ConfigError, match="on_step is a int; it must be a function of"):
         dovetail.GRPO(model, ROWS, ascii_share, on_step=5)  # pyrefly: ignore[bad-argument-type]

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from dovetail.backends.base import TokenOutput
 from dovetail.config.optim import OptimConfig
 from dovetail.protocol import DataProto
-from tests.backends_megatron.family_models import VOCAB_SIZE, megatron_backend, save_folder
+from tests.backends_megatron.family_models import CONFIGS, VOCAB_SIZE, megatron_backend, save_folder
 from tests.ranks import run_alone, run_ranks
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
@@ -85,6 +86,24 @@ def test_half_precision_resumes_with_its_float32_masters(results: dict[str, Any]
     assert results["bfloat16"] == {"loaded": 0.0, "next": 0.0}
 
 
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("fewer layers", "this run's model has no decoder.layers.2."),
+        ("more layers", "it has no decoder.layers.4."),
+        ("wider", "mlp.linear_fc1.weight has shape (4, 96, 32) in it and (4, 128, 32) in this run"),
+        ("fewer tokens", "embedding.word_embeddings.weight has shape (102, 32) in it and (96, 32) in this run"),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_refused_by_name_and_loads_nothing(
+    results: dict[str, Any], case: str, message: str
+) -> None:
+    found = results["other_models"][case]
+    assert message in found["refusal"]
+    assert "set what the model was saved with" in found["refusal"]
+    assert found["changed"] == 0.0
+
+
 def test_the_folder_says_who_wrote_it_and_other_backends_refuse_it(results: dict[str, Any]) -> None:
     description = json.loads((results["root"] / "qwen2-saved" / "state.json").read_text())
     assert (description["backend"], description["layout"]["tp_size"]) == ("megatron", 2)
@@ -113,7 +132,7 @@ def _all_cases(rank: int, world_size: int, root: Path) -> dict[str, Any]:
         found[name] = case
         if name == "qwen2":
             found |= _other_contents(root, at_save)
-    return found | _other_optimizers(root) | _other_backends(root, rank)
+    return found | _other_optimizers(root) | _other_models(root, rank) | _other_backends(root, rank)
 
 
 def _other_contents(root: Path, at_save: dict[str, Tensor]) -> dict[str, Any]:
@@ -163,6 +182,32 @@ def _other_optimizers(root: Path) -> dict[str, Any]:
         _step(backend, 1)
         found[case] = {"loaded": loaded, "next": _gap(_weights(backend), after)}
     return found
+
+
+def _other_models(root: Path, rank: int) -> dict[str, Any]:
+    from dovetail.checkpoint.manifest import BrokenCheckpoint
+
+    cases: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+        "fewer layers": ("deepseek_v3", {"num_hidden_layers": 2}, {"ep": 2}),
+        # Only the second stage asks for what is not there.
+        "more layers": ("deepseek_v3", {"num_hidden_layers": 6}, {"pp": 2}),
+        "wider": ("qwen2", {"intermediate_size": 64}, {"tp": 2}),
+        "fewer tokens": ("qwen2", {"vocab_size": 96}, {"tp": 2}),
+    }
+    found: dict[str, Any] = {}
+    for case, (name, changes, layout) in cases.items():
+        folder = root / f"{name}, {case}"
+        if rank == 0:
+            config = CONFIGS[name]()
+            config.update(changes)
+            save_folder(name, folder, config=config)
+        dist.barrier()
+        backend = megatron_backend(folder, optim=OPTIM, **layout)
+        before = _weights(backend)
+        with pytest.raises(BrokenCheckpoint) as refused:
+            backend.load_state(root / f"{name}-saved")
+        found[case] = {"refusal": str(refused.value), "changed": _gap(_weights(backend), before)}
+    return {"other_models": found}
 
 
 def _other_backends(root: Path, rank: int) -> dict[str, str]:

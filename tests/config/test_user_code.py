@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -36,3 +38,27 @@ def test_a_file_that_adds_its_folder_to_the_path_keeps_it_there(
         "    return response == WORD\n"
     )
     assert load_user_object(str(file), "score", key="custom_reward_function.path")("good")
+
+
+def _score_with_a_late_import(folder: Path, word: str) -> Callable[[str], bool]:
+    folder.mkdir()
+    (folder / "late_neighbour.py").write_text(f"WORD = {word!r}\n")
+    (folder / "reward.py").write_text(
+        "def score(response):\n    import late_neighbour\n    return response == late_neighbour.WORD\n"
+    )
+    return load_user_object(str(folder / "reward.py"), "score", key="custom_reward_function.path")
+
+
+def test_a_function_may_import_what_lies_beside_its_file_when_it_is_called(tmp_path: Path) -> None:
+    before = list(sys.path)
+    assert _score_with_a_late_import(tmp_path / "a", "good")("good")
+    assert sys.path == before
+    del sys.modules["late_neighbour"]
+    with pytest.raises(ModuleNotFoundError):  # code that lies elsewhere does not see the user's folder
+        importlib.import_module("late_neighbour")
+
+
+def test_the_next_run_has_its_own_neighbours_of_the_same_name(tmp_path: Path) -> None:
+    assert _score_with_a_late_import(tmp_path / "a", "first")("first")
+    assert _score_with_a_late_import(tmp_path / "b", "second")("second")
+    assert load_user_object(str(tmp_path / "a" / "reward.py"), "score", key="custom_reward_function.path")("first")

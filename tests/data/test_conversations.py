@@ -48,6 +48,29 @@ def test_only_answers_and_the_token_that_ends_them_are_trained() -> None:
     assert trained_text("qwen2.5", row) == f"{TALK[2]['content']}<|im_end|>{TALK[4]['content']}<|im_end|>"
 
 
+def test_parts_that_are_all_text_are_the_text() -> None:
+    texts = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+    parts = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in texts]
+    made = opened([{"messages": texts}, {"messages": parts}], "llama3")
+    assert made[0] == made[1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"images": ["red.png"]}, "row 0: it has images or videos; .* as text alone"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}, {"role": "assistant", "content": "red"}]},
+            "row 0: messages has a part of the type 'image'; .* as text alone",
+        ),
+    ],
+)
+def test_images_are_not_left_out_of_conversations_in_silence(changes: dict[str, Any], message: str) -> None:
+    conversation = [{"role": "user", "content": "<image> what"}, {"role": "assistant", "content": "red"}]
+    with pytest.raises(DataError, match=message):
+        opened([{"messages": conversation} | changes])
+
+
 def test_a_template_that_rewrites_the_history_makes_a_row_of_what_follows() -> None:
     first, second = opened([{"messages": TALK}], "qwen3")[0]
     tokenizer = family_tokenizer("qwen3")

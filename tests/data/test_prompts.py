@@ -303,6 +303,48 @@ def test_as_many_images_as_places_are_wanted_before_the_first_step(tmp_path: Pat
         dataset(image_file(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "<image> what", "images": []}, "names <image> 1 times and the row has 0 images .data.image_key."),
+        ({"prompt": "what", "images": ["3"]}, "names <image> 0 times and the row has 1 images"),
+        ({"prompt": [{"type": "image", "image": "3"}]}, "names <image> 1 times and the row has 0 images"),
+        ({"prompt": [{"type": "image_url", "image_url": {"url": "3"}}]}, "has the type 'image_url', which would be"),
+        ({"prompt": "<image> what", "images": "3"}, "images is '3'; it must be a list"),
+    ],
+)
+def test_an_image_that_the_model_would_not_see_is_refused(row: dict[str, Any], message: str, tmp_path: Path) -> None:
+    prompt = [{"role": "user", "content": row["prompt"]}]
+    file = write_rows([{**row, "prompt": prompt, "data_source": "toy"}], tmp_path / "a.jsonl")
+    options: dict[str, Any] = {"image_loader": load, "requires_ground_truth": False}
+    with pytest.raises(DataError, match=message):
+        dataset(str(file), processor=FakeProcessor(), **options)
+    if row["prompt"] != "<image> what":
+        with pytest.raises(DataError, match="no processor"):
+            dataset(str(file), **options)
+
+
+def test_parts_that_are_all_text_are_the_text(tmp_path: Path) -> None:
+    parts = [{"type": "text", "text": "say "}, {"type": "text", "text": "7"}]
+    prompts = [[{"role": "user", "content": content}] for content in (parts, "say 7")]
+    file = write_rows([{"prompt": prompt, "data_source": "toy"} for prompt in prompts], tmp_path / "a.jsonl")
+    made = dataset(str(file), requires_ground_truth=False)
+    assert made[0]["raw_prompt_ids"] == made[1]["raw_prompt_ids"]
+
+
+def test_without_a_column_of_images_the_mark_is_text(tmp_path: Path) -> None:
+    file = write_rows([{"prompt": "the tag <image>", "data_source": "toy"}], tmp_path / "a.jsonl")
+    assert len(dataset(str(file), processor=FakeProcessor(), requires_ground_truth=False)) == 1
+
+
+def test_an_image_that_cannot_be_opened_is_named_with_its_row(tmp_path: Path) -> None:
+    row = {"prompt": "<image> what", "data_source": "toy", "images": [str(tmp_path / "nothing.png")]}
+    file = write_rows([row], tmp_path / "a.jsonl")
+    made = dataset(str(file), processor=FakeProcessor(), requires_ground_truth=False)
+    with pytest.raises(DataError, match=r"row 0: the image '.*nothing.png' cannot be opened"):
+        made[0]
+
+
 def test_tools_are_in_prompts_with_images_too(tmp_path: Path) -> None:
     class WithTools(FakeProcessor):
         def apply_chat_template(self, messages: Any, tools: Any = (), **_: Any) -> str:

@@ -59,6 +59,15 @@ def test_a_language_model_is_refused_as_a_reward_model(tmp_path: Path) -> None:
     check_model_folder(folder, "reward")
 
 
+def test_a_reward_model_is_refused_as_a_policy(tmp_path: Path) -> None:
+    folder = save_tiny_model("qwen2", tmp_path)  # its head is tied to the embedding: no tensor is missing
+    head = {"score.weight": torch.ones(1, 128)}
+    save_file(load_file(folder / "model.safetensors") | head, folder / "model.safetensors", metadata={"format": "pt"})
+    check_model_folder(folder, "value")
+    with pytest.raises(ModelError, match=r"is a reward model: its weights have a head that scores .score.weight."):
+        check_model_folder(folder)
+
+
 @pytest.mark.parametrize("in_shards", [False, True])
 def test_layers_on_disk_that_the_config_does_not_have_are_an_error(in_shards: bool, tmp_path: Path) -> None:
     folder = save_tiny_model("llama", tmp_path / "model")

@@ -6,20 +6,23 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import PeftModel
 
 from dovetail.models.backbone import HF_PREFIX
 from dovetail.models.load import build_meta_model, materialize
 from dovetail.models.lora import adapter_disabled, add_lora, has_lora, is_lora_name, merged_weights
 from dovetail.models.policy import PolicyModel
 from dovetail.models.weights import load_weights
+from dovetail.weight_sync import LoraAdapter, write_peft_folder
 from tests.models.tiny import ragged_batch, run_model, save_tiny_model, tiny_model
 
 pytestmark = pytest.mark.unit
 
 
-def _adapted(folder: Path, family: str = "qwen2") -> PolicyModel:
+def _adapted(folder: Path, family: str = "qwen2", target_modules: str | list[str] = "all-linear") -> PolicyModel:
     save_tiny_model(family, folder)
-    policy = PolicyModel(add_lora(build_meta_model(folder), rank=4, alpha=8), use_fused_kernels=True)
+    hf_model = add_lora(build_meta_model(folder), rank=4, alpha=8, target_modules=target_modules)
+    policy = PolicyModel(hf_model, use_fused_kernels=True)
     materialize(policy, "cpu")
     load_weights(policy, folder)
     return policy
@@ -70,6 +73,30 @@ def test_merged_weights_in_a_plain_model_give_the_adapted_log_probs(family: str,
     batch = ragged_batch([5, 8])
     torch.testing.assert_close(
         run_model(PolicyModel(plain), **batch).log_probs, run_model(policy, **batch).log_probs, atol=1e-5, rtol=1e-5
+    )
+
+
+@pytest.mark.filterwarnings("error:Found missing adapter keys")
+@pytest.mark.parametrize(
+    "target_modules", ["all-linear", ["model.layers.1.self_attn.o_proj"], r".*\.0\..*(q_proj|down_proj)"]
+)
+def test_peft_adapts_the_modules_that_an_exported_adapter_has_and_no_others(
+    target_modules: str | list[str], tmp_path: Path
+) -> None:
+    policy = _adapted(tmp_path / "model", target_modules=target_modules)
+    _randomize(policy)
+    lora = {n.removeprefix(HF_PREFIX): p for n, p in policy.named_parameters() if is_lora_name(n)}
+    named = ((name.replace(".default.", "."), tensor) for name, tensor in lora.items())
+    write_peft_folder(LoraAdapter(4, 8, named), tmp_path / "adapter")
+    adapted = PeftModel.from_pretrained(tiny_model("qwen2"), tmp_path / "adapter")
+    names = {n.removeprefix("base_model.model.") for n, _ in adapted.named_parameters() if is_lora_name(n)}
+    assert names == set(lora)
+    batch = ragged_batch([5, 8])
+    torch.testing.assert_close(
+        run_model(PolicyModel(adapted.get_base_model()), **batch).log_probs,
+        run_model(policy, **batch).log_probs,
+        atol=1e-6,
+        rtol=1e-6,
     )
 
 

@@ -11,6 +11,7 @@ import torch
 from dovetail.algorithms import get_kl_controller
 from dovetail.config.algorithm import AlgorithmConfig
 from dovetail.protocol import DataProto
+from dovetail.rewards.errors import RewardError
 from dovetail.trainer.batch_math import (
     add_advantages,
     add_rewards,
@@ -195,3 +196,21 @@ def test_nothing_is_corrected_without_the_engines_log_probs() -> None:
     found, metrics = correct_rollout(batch, AlgorithmConfig())
     assert found is batch
     assert metrics == {}
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({}, "names 'format', which the reward function did not return; it returned score. Return 'format'"),
+        (
+            {"format": np.array([1.0, np.nan])},
+            "names 'format', which is no number for 1 of 2 responses .first nan",
+        ),
+        ({"format": np.array(["good", "bad"], dtype=object)}, "no number for 2 of 2 responses .first 'good'"),
+    ],
+)
+def test_gdpo_names_the_reward_that_is_missing(columns: dict[str, Any], message: str) -> None:
+    batch = batch_of([1.0, 0.0], ["a", "a"], score=np.array([1.0, 0.0]), **columns)
+    algorithm = AlgorithmConfig(adv_estimator="gdpo", gdpo_reward_keys=["score", "format"])
+    with pytest.raises(RewardError, match=message):
+        add_advantages(batch, algorithm, num_repeat=2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from dovetail.data.errors import DataError
 from dovetail.data.files import write_rows
 from dovetail.models.weights import scalar_head
 from dovetail.protocol import DataProto
+from dovetail.trainer.model_folders import refuse_broken_models
 from dovetail.trainer.reference import FILE
 from dovetail.workers.reward_model_worker import RewardModelWorker
 from tests.models.tiny import tiny_tokenizer
@@ -134,21 +136,9 @@ def test_a_run_does_not_go_on_with_another_reference_or_other_data(toy: Toy, pai
     file = tmp_path / "run" / FILE
     content = file.read_bytes()
 
-    # The same folder name, other weights in it.
-    (tmp_path / "moved").mkdir()
-    model = Path(str(toy.model))
     other = save_toy_model(tmp_path / "other", seed=1)
-    backup = model.with_name("backup")
-    model.rename(backup)
-    other.rename(model)
-    try:
-        with pytest.raises(
-            DataError, match=rf"{FILE} holds the reference's log-probs, and it has .* where the model of"
-        ):
-            train(toy.config(tmp_path / "run", longer))
-    finally:
-        model.rename(tmp_path / "other")
-        backup.rename(model)
+    with pytest.raises(DataError, match=rf"{FILE} holds the reference's log-probs, and it has .* where the model of"):
+        train(toy.config(tmp_path / "run", longer | {"actor_rollout_ref.model.path": str(other)}))
 
     file.write_bytes(content[: len(content) // 2])
     with pytest.raises(DataError, match="and it cannot be read"):
@@ -156,6 +146,10 @@ def test_a_run_does_not_go_on_with_another_reference_or_other_data(toy: Toy, pai
     file.write_bytes(content)
     with pytest.raises(DataError, match=r"other val data"):
         train(toy.config(tmp_path / "run", longer | {"data.val_max_samples": 3}))
+    # The model that the run began with may lie elsewhere.
+    elsewhere = shutil.copytree(toy.model, tmp_path / "elsewhere")
+    _, rows = train(toy.config(tmp_path / "run", longer | {"actor_rollout_ref.model.path": str(elsewhere)}))
+    assert len(rows) == 3
     # A new run may take the folder.
     train(toy.config(tmp_path / "run", longer | {"data.val_max_samples": 3, "trainer.resume_mode": "disable"}))
 
@@ -263,6 +257,8 @@ def test_a_reward_model_of_adapters_trains_its_head_too_and_is_exported_whole(
     assert not torch.equal(after["score.weight"], scalar_head(toy.model, "score.weight", (1, 64)))
     assert not torch.equal(after["model.layers.0.mlp.up_proj.weight"], before["model.layers.0.mlp.up_proj.weight"])
     assert torch.equal(after["model.norm.weight"], before["model.norm.weight"])
+    folders = dict.fromkeys(("actor_rollout_ref.model.path", "critic.model.path"), str(tmp_path / "reward"))
+    refuse_broken_models(toy.config(tmp_path / "again", changes | folders))  # a reward model may be trained on
     assert main(["export", str(result.folder), str(tmp_path / "adapter"), "--adapter"]) == 2
     assert main(["export", str(result.folder), str(tmp_path / "moved"), "--model", str(tmp_path / "nowhere")]) == 2
 

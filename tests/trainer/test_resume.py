@@ -15,6 +15,7 @@ import tests.ranks  # noqa: F401  the fork server has torch and the models impor
 from dovetail.checkpoint.manifest import BrokenCheckpoint
 from dovetail.checkpoint.store import CheckpointStore
 from dovetail.config import ConfigError
+from dovetail.data.files import write_rows
 from dovetail.protocol import DataProto
 from tests.trainer.killed_run import DIED_IN, Moment, run_until_killed
 from tests.trainer.toy_run import DAPO, Toy, repeatable, train
@@ -159,6 +160,15 @@ def test_a_checkpoint_without_a_critic_is_refused_by_a_run_with_one(toy: Toy, tm
     assert not refused.value.damaged
 
 
+def test_a_folder_of_another_method_is_named_as_such(toy: Toy, tmp_path: Path) -> None:
+    train(toy.config(tmp_path / "run", {"trainer.save_freq": 1, "trainer.total_training_steps": 1}))
+    rows = [{"prompt": f"say {number}", "response": "4"} for number in range(4)]
+    other = {"trainer.method": "sft", "data.train_files": str(write_rows(rows, tmp_path / "chats.jsonl"))}
+    with pytest.raises(BrokenCheckpoint, match=r"a run with trainer.method=rl, and this one has sft") as refused:
+        train(toy.config(tmp_path / "run", other))
+    assert not refused.value.damaged
+
+
 def test_adapters_go_on_with_the_scale_that_they_were_trained_with(toy: Toy, tmp_path: Path) -> None:
     section = "actor_rollout_ref.model"
     lora = {"trainer.save_freq": 1, f"{section}.lora_rank": 4, f"{section}.lora_alpha": 8}
@@ -209,6 +219,14 @@ def test_a_missing_resume_path_is_refused(toy: Toy, tmp_path: Path) -> None:
     chosen = {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": str(tmp_path / "nothing")}
     with pytest.raises(ConfigError, match="nothing is no folder; give a global_step_N folder"):
         train(toy.config(tmp_path / "run", chosen))
+
+
+def test_epochs_are_not_counted_with_another_batch_size_than_before(toy: Toy, tmp_path: Path) -> None:
+    train(toy.config(tmp_path, {"trainer.total_training_steps": 1, "trainer.save_freq": 1}))
+    epochs = {"trainer.total_training_steps": None, "trainer.total_epochs": 2, "data.train_batch_size": 2}
+    # Two epochs of 32 rows, of which the first step took 4, two at a time.
+    with pytest.raises(ConfigError, match=r"took 4 each; set trainer.total_training_steps=31 to train"):
+        train(toy.config(tmp_path, epochs))
 
 
 def test_a_checkpoint_says_where_the_driver_stood(toy: Toy, tmp_path: Path) -> None:

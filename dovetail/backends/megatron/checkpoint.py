@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dovetail.backends.megatron.families.local_weights import HEAD, HEAD_BIAS
-from dovetail.backends.megatron.parts import MegatronModel
+from dovetail.backends.megatron.parts import MegatronModel, padded_vocab_size
 from dovetail.backends.megatron.shim import cuda_to_cpu
 from dovetail.checkpoint.manifest import BrokenCheckpoint
 from dovetail.checkpoint.sharded import (
@@ -100,6 +100,8 @@ def load_megatron(
     wanted = [name for name in CONTENTS if name in contents and (name != "optimizer" or optimizer is not None)]
     require_contents(folder, description, wanted)
     with cuda_to_cpu(), torch.no_grad():
+        if "model" in wanted:
+            _refuse_other_model(folder / _SHARDS, model, saved_tp_size=description["layout"]["tp_size"])
         steps = description["optimizer_steps"] if "optimizer" in wanted else 0
         _read(folder / _SHARDS, model, optimizer, weights="model" in wanted, steps=steps)
         if optimizer is not None and not steps:
@@ -128,7 +130,9 @@ def load_dist_weights(model: MegatronModel, folder: Path, *, prefix: str = "") -
         stored = _tensors_in(folder)
         shapes = {name: tuple(tensor.global_shape) for name, tensor in stored.items()}
         heads = _fresh_heads(model, sharded, shapes, prefix)
-        _load_weights(folder, model, sharded, prefix, may_miss=(HEAD, HEAD_BIAS) if heads else ())
+        may_miss = (HEAD, HEAD_BIAS) if heads else ()
+        _refuse_other_model(folder, model, prefix, may_miss)
+        _load_weights(folder, model, sharded, prefix, may_miss)
         for parameter, value in heads:
             parameter.copy_(value)
 
@@ -188,6 +192,54 @@ def _tensors_in(shards: Path) -> Any:
         return dist_checkpointing.load_tensors_metadata(str(shards), SafeLoad())
     except ValueError as error:
         raise BrokenCheckpoint(shards, str(error), damaged=True) from error
+
+
+def _refuse_other_model(
+    shards: Path,
+    model: MegatronModel,
+    prefix: str = "",
+    may_miss: Collection[str] = (),
+    saved_tp_size: int | None = None,
+) -> None:
+    """Before anything is loaded, and on all ranks: Megatron leaves out layers and tokens that only the file has.
+
+    `saved_tp_size`: what the vocabulary was padded for, where that is known.
+    """
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+
+    stored = {name: tuple(tensor.global_shape) for name, tensor in _tensors_in(shards).items()}
+    described = _sharded_weights(model, prefix)
+    apply_factories(described)
+    asked = {value.key: value for value in nested_values(described) if isinstance(value, ShardedTensor)}
+    optional = {prefix + name for name in may_miss}
+    num_tokens = model.hf_config.vocab_size
+
+    def is_padded(size: int) -> bool:
+        return size >= num_tokens if saved_tp_size is None else size == padded_vocab_size(num_tokens, saved_tp_size)
+
+    def misfit() -> str | None:
+        for name, tensor in asked.items():
+            shape, own = stored.get(name), tuple(tensor.global_shape)
+            if name in optional or shape == own:
+                continue
+            if shape is None:
+                return f"it has no {name}"
+            if not (tensor.allow_shape_mismatch and shape[1:] == own[1:] and is_padded(shape[0])):
+                return f"{name} has shape {shape} in it and {own} in this run"
+        return None
+
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, (misfit(), list(asked)))
+    known = {name for _, names in ranks for name in names}
+    surplus = [name for name in stored if name.startswith(f"{prefix}decoder.layers.") and name not in known]
+    reasons = [reason for reason, _ in ranks if reason] + [f"this run's model has no {name}" for name in surplus]
+    if reasons:
+        raise BrokenCheckpoint(
+            shards,
+            f"{reasons[0]}; set what the model was saved with (model.path, override_config), or start from a Hugging "
+            "Face folder",
+        )
 
 
 def _sharded_weights(model: MegatronModel, prefix: str = "") -> dict[str, Any]:
