@@ -42,6 +42,7 @@ class Run:
         self.metrics.refresh()
         self.events.refresh()
         self.timelines.refresh()
+        self.timelines.resumed_after = [event["step"] for event in self.events.events if event.get("kind") == "resume"]
 
     def resolve(self, path: Path) -> Path:
         """The path itself, unless it leads (by a link) out of the run folder."""

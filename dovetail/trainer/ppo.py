@@ -429,7 +429,9 @@ class RayPPOTrainer(BaseTrainer[RoleGroups]):
             self.stream.undo_step(self.global_step)
 
     def _engine_spans(self) -> EngineSpans:
-        return [] if self.stream is None else self.stream.activity()
+        if self.stream is not None:
+            return self.stream.activity()
+        return [] if self.groups.engines is None else self.groups.engines.activity()
 
     def _close(self) -> None:
         self._answer_files.close()

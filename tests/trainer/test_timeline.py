@@ -80,6 +80,16 @@ def test_a_resumed_timeline_ends_where_the_run_resumes(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.unit
+def test_an_engine_that_did_nothing_in_a_step_is_on_its_timeline() -> None:
+    engines = [[("generate_groups", 1.5, 1.75)], []]
+    rows = take_timeline(PhaseTimers(), _ManyProcesses(), engines)  # type: ignore[arg-type]
+    assert [row for row in rows if row[0].startswith("engine ")] == [
+        ("engine 0", "generate_groups", 1.5, 1.75, None),
+        ("engine 1", "generate_groups", 2.0, 2.0, None),
+    ]
+
+
 class _ManyProcesses:
     def take_spans(self) -> list[list[object]]:
         from dovetail.controller.spans import Span
