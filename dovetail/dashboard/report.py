@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from dovetail.dashboard.charts import ASYNC, OVERVIEW, Chart, headlines, names_of, points
+from dovetail.dashboard.charts import ASYNC, OVERVIEW, VALIDATION_TRUNCATED, Chart, headlines, names_of, points
 from dovetail.dashboard.config_view import config_rows
 from dovetail.dashboard.responses import Wish
 from dovetail.dashboard.run_files import DashboardError, MetricsTable
@@ -36,6 +36,7 @@ STYLE = {
     "svg.hashsalt": "dovetail",
 }
 _MOST = 400
+_LENGTHS = {"val-aux/response_length/mean": "mean length", VALIDATION_TRUNCATED: "share truncated"}
 
 
 def recorded_charts(table: MetricsTable) -> list[tuple[Chart, list[str]]]:
@@ -187,12 +188,14 @@ def _validation(run: Run) -> str:
     names = [name for name in core if "@" in name.rpartition("/")[2]][:6]  # not verl's `best@4/mean` beside `best@4`
     if not names:
         return ""
+    labels = {name: name.removeprefix("val-core/") for name in names}
+    labels |= {name: words for name, words in _LENGTHS.items() if name in run.metrics.names}
     steps = sorted({int(step) for name in names for step in run.metrics.finite(name)[0]})
     shown = steps if len(steps) <= 12 else [steps[index * (len(steps) - 1) // 11] for index in range(12)]
-    table = {name: dict(zip(*(part.tolist() for part in run.metrics.finite(name)), strict=True)) for name in names}
-    head = "".join(f"<th>{escape(name.removeprefix('val-core/'))}</th>" for name in names)
+    table = {name: dict(zip(*(part.tolist() for part in run.metrics.finite(name)), strict=True)) for name in labels}
+    head = "".join(f"<th>{escape(words)}</th>" for words in labels.values())
     rows = "".join(
-        f"<tr><td>{step}</td>" + "".join(f"<td>{_number(table[name].get(step))}</td>" for name in names) + "</tr>"
+        f"<tr><td>{step}</td>" + "".join(f"<td>{_number(table[name].get(step))}</td>" for name in labels) + "</tr>"
         for step in shown
     )
     return f"<h2>Validation</h2><table><tr><th>step</th>{head}</tr>{rows}</table>"

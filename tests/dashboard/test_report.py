@@ -32,7 +32,14 @@ def test_a_report_is_complete_in_itself_and_escapes_what_the_model_wrote(
     assert "run&lt;i&gt;" in html
     assert html.count("<svg") == 9
     assert not re.findall(r"(?:src|href)=[\"'](?!#)", html)
-    for words in ("At step 10 I say 1.", "toy/acc/mean@1", "trainer.total_training_steps", "is generation, then"):
+    for words in (
+        "At step 10 I say 1.",
+        "toy/acc/mean@1",
+        "<th>share truncated</th>",
+        "<td>0.0625</td>",
+        "trainer.total_training_steps",
+        "is generation, then",
+    ):
         assert words in html
     assert len(html) < 1_000_000
 
