@@ -262,7 +262,7 @@ class BaseTrainer(ABC, Generic[Groups]):
         store = CheckpointStore(self.config.trainer.run_dir)
         if checkpoint is None:
             # Left here, they would be taken for this run's until it has saved one. A validation replaces no run.
-            self.tracker.folder.start(*([] if self.config.trainer.val_only else store.paths()))
+            self.tracker.start(*([] if self.config.trainer.val_only else store.paths()))
             return
         self.global_step = self._saved_step = checkpoint.step
         self._last_metrics = checkpoint.metrics
@@ -270,7 +270,7 @@ class BaseTrainer(ABC, Generic[Groups]):
         logger.info("resumed from %s at step %d", checkpoint.folder, checkpoint.step)
         if self.config.trainer.val_only:
             if checkpoint.folder.parent.resolve() != self.tracker.folder.path.resolve():
-                self.tracker.folder.start()
+                self.tracker.start()
             return  # in the run's own folder no step is repeated, so what was recorded after this one stays
         self._load_driver_state(checkpoint.state)
         self.tracker.resume(checkpoint.step, *store.paths(after=checkpoint.step))
