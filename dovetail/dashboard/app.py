@@ -168,6 +168,7 @@ def _serve_numbers(app: FastAPI, runs: Runs) -> None:
         loaded = runs.get(run)
         steps = loaded.timelines.steps
         return {
+            "status": loaded.status(),
             "charts": [chart for chart in _lines(loaded, ASYNC) if chart["lines"]],
             "staleness": staleness(loaded.metrics),
             "idle": loaded.timelines.idle(_MOST_IDLE_STEPS),

@@ -106,6 +106,7 @@ class RayPPOTrainer(BaseTrainer[RoleGroups]):
                 scores=GroupScores(
                     self.rewards.start if self.rewards.scores_rows else None, time_limit_s=self.rewards.timeout_seconds
                 ),
+                on_wait=self._note_wait,
             )
         generates = groups.actor_rollout if engines is None else engines.group
         self.utilisation.ask_peaks(trains=groups.actor_rollout, generates=generates)

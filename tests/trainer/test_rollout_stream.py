@@ -120,6 +120,7 @@ def make(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
         apart: bool = False,
         folder: str = "",
         kind: type[Scripted] = Scripted,
+        waits: list[str] | None = None,
         **settings: Any,
     ) -> tuple[RolloutStream, Scripted]:
         keys = {"mode": "fully_async", "max_staleness": 1, **settings}
@@ -131,6 +132,7 @@ def make(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
             draw_prompts=numbered_prompts(GROUPS, [1]),
             total_steps=9,
             scores=GroupScores(scores),
+            on_wait=([] if waits is None else waits).append,
         )
         generator: Any = stream._generator
         return stream, generator
@@ -143,10 +145,13 @@ def uids(batch: DataProto) -> list[str]:
 
 
 def test_an_engine_that_generates_nothing_is_named(make: Make) -> None:
-    stream, generator = make(stall_timeout_s=0.2)
+    waits: list[str] = []
+    stream, generator = make(stall_timeout_s=0.2, waits=waits)
     generator.finishing, generator.progress = 0, 0.0
     with pytest.raises(StalledError, match=r"the trainer waits for draws? 0.*waits for engine 0"):
         stream.next(1)
+    assert all("the trainer waits for draws 0" in words and "waits for engine 0" in words for words in waits)
+    assert len(waits) > 1, "it is said before the run ends"
 
 
 def test_what_was_lost_is_started_again_once(make: Make) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from dovetail.observability.run_folder import RunFolder, read_json_lines
+from dovetail.observability.stalls import StalledError
 from dovetail.observability.timers import PhaseTimers
 from dovetail.protocol import DataProto
 from dovetail.trainer.answers import RolloutRows
@@ -45,6 +46,35 @@ def test_a_run_writes_a_timeline_its_present_phase_and_the_text_of_tokens(toy: T
     assert len(row["token_ends"]) == len(row["response_ids"]) == len(row["token_entropies"])
     assert row["token_ends"] == sorted(row["token_ends"])
     assert row["token_ends"][-1] == len(row["response"])
+
+
+@pytest.mark.e2e
+def test_a_run_that_stalls_says_so_in_its_folder_and_who_waited_before(
+    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = "the trainer waits for draw 3; draw 3 waits for engine 0"
+    noted = []
+
+    def stalls(trainer: RayPPOTrainer) -> dict[str, float]:
+        with trainer.timers("gen"):
+            trainer._note_wait(words)
+            trainer._wait_noted_at -= 60.0
+            trainer._note_wait(words)
+            noted.append(json.loads((tmp_path / "now.json").read_text()))
+            raise StalledError(f"no progress for 300 s: {words}.")
+
+    monkeypatch.setattr(RayPPOTrainer, "_train_step", stalls)
+    keys = {"data.val_files": str(toy.data / "val.parquet"), "trainer.val_before_train": True}
+    with pytest.raises(StalledError):
+        train(toy.config(tmp_path, keys))
+    assert (noted[0]["phase"], noted[0]["waits"]) == ("gen", words)
+    now = json.loads((tmp_path / "now.json").read_text())
+    assert now["failed"] == f"It failed in phase 'gen' of step 1: no progress for 300 s: {words}."
+    event = RunFolder(tmp_path).read_events()[-1]
+    assert (event["kind"], event["phase"], event["step"]) == ("stalled", "gen", 1)
+    # The validation before the first step is a phase, too: a page shows what the run does.
+    (start,) = read_json_lines(tmp_path / "timeline.jsonl")
+    assert "testing" in {phase for worker, phase, *_ in start["spans"] if worker == "driver"}
 
 
 @pytest.mark.e2e

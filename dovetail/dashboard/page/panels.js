@@ -22,6 +22,9 @@ export const waitColour = (reason) => WAIT_COLOURS[reason] ?? "#ced4da";
 // With engines on devices of their own the driver does not generate: it waits for groups.
 export const coloursOf = (words) => (phase) => (phase === "gen" && words.gen !== words.generate_groups ? waitColour("groups") : phaseColour(phase));
 
+// What a run does at this moment; where that takes long, who waits for whom.
+export const rightNow = (status) => (status.phase ? `Right now: ${status.phase}, step ${status.now_step}${status.waits ? `: ${status.waits}` : ""}. ` : "");
+
 const ROWS = ["driver", "worker", "engine"];
 const order = (row) => ROWS.indexOf(row.split(" ")[0]) * 1e6 + (Number(row.replace(/\D/g, "")) || 0);
 
