@@ -53,6 +53,7 @@ _TURNS_ADVICE = (
     "for the engines (actor_rollout_ref.rollout.n_gpus_per_node) and shorter responses make generation faster."
 )
 _RECENT = 20
+_BESIDE = ("testing", "save_checkpoint")  # not in `timing_s/step`
 
 
 def phase_words(timelines: Timelines) -> dict[str, str]:
@@ -70,7 +71,7 @@ def phases(table: MetricsTable, most: int, words: Mapping[str, str] = PHASE_WORD
     if not kept.any():
         return {"steps": [], "phases": [], "per_bar": 1}
     seconds = np.array([np.nan_to_num(table.column(name)[kept], posinf=0.0) for name in names])
-    inside = [index for index, name in enumerate(names) if name[len(PREFIX) :] not in ("testing", "save_checkpoint")]
+    inside = [index for index, name in enumerate(names) if name[len(PREFIX) :] not in _BESIDE]
     other = np.maximum(step_seconds[kept] - seconds[inside].sum(axis=0), 0.0)
     steps, means = binned_means(table.steps[kept], np.vstack([seconds, other]), most)
     keys = [*(name[len(PREFIX) :] for name in names), "other"]
@@ -98,16 +99,17 @@ def recent_shares(table: MetricsTable) -> tuple[dict[str, float], float]:
 
 def what_it_waits_for(table: MetricsTable, timelines: Timelines) -> dict[str, str]:
     """A few words on where the time goes, and what would change it."""
-    words, steps = phase_words(timelines), timelines.steps
+    words, steps = phase_words(timelines), [step for step in timelines.steps if step > 0]
     shares, seconds = recent_shares(table)
     if not shares:
         return {"sentence": "No step has been timed yet.", "advice": ""}
     first, *rest = sorted(shares, key=lambda key: -shares[key])
-    sentence = f"{shares[first]:.0%} of a step ({_time(seconds)}) is {words.get(first, first)}"
+    more = ", validation and checkpoints included" if any(shares.get(key) for key in _BESIDE) else ""
+    sentence = f"{shares[first]:.0%} of a step ({_time(seconds)}{more}) is {words.get(first, first)}"
     second = next((key for key in rest if shares[key] >= 0.1), None)
     sentence += f", then {words.get(second, second)} with {shares[second]:.0%}." if second else "."
     # Of several steps with engines apart: before the end of a run these have nothing left to generate.
-    count = min(_RECENT, max(steps[-1], 1)) if steps and timelines.has_engines else 1
+    count = min(_RECENT, steps[-1]) if steps and timelines.has_engines else 1
     timeline = timelines.of(steps[-1], count) if steps else None
     busy = {} if timeline is None else busy_shares(timeline["spans"])
     if timeline is not None and "engine" in busy:

@@ -212,6 +212,26 @@ def test_the_time_that_a_run_was_down_is_nobodys_wait(tmp_path: Path) -> None:
     assert "In the last 2 steps the trainer works 50% of" in what_it_waits_for(run.metrics, run.timelines)["sentence"]
 
 
+def test_the_start_of_a_run_is_no_step(tmp_path: Path) -> None:
+    """Building models takes longer than any step; until a step has a timeline nothing is said of who works."""
+    folder = write_async_run(tmp_path / "run")
+    row = json.loads((folder / "timeline.jsonl").read_text().splitlines()[0])
+    (folder / "timeline.jsonl").write_text(line(row | {"step": 0}))
+    run = Runs([folder]).get("run")
+    assert "works" not in what_it_waits_for(run.metrics, run.timelines)["sentence"]
+
+
+def test_the_seconds_of_a_step_say_when_validation_is_in_them(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    run = Runs([folder]).get("run")
+    assert "included" not in what_it_waits_for(run.metrics, run.timelines)["sentence"]
+    rows = [metrics_row(step) | {"timing_s/testing": 1.0} for step in range(1, 9)]
+    (folder / "metrics.jsonl").write_text("".join(map(line, rows)))
+    run.refresh()
+    sentence = what_it_waits_for(run.metrics, run.timelines)["sentence"]
+    assert "s, validation and checkpoints included) is generation" in sentence
+
+
 def test_of_engines_that_take_turns_with_the_trainer_the_page_says_how_to_overlap_them(tmp_path: Path) -> None:
     folder = write_async_run(tmp_path / "run")
     rows = [metrics_row(step) | {"timing_s/gen": 9.0, "timing_s/step": 12.0} for step in range(1, 9)]

@@ -16,7 +16,7 @@ export function plotCard(title, ...controls) {
 }
 
 // Waiting is drawn hatched: reds for engines, greys for the trainer.
-const WAIT_COLOURS = { groups: "#495057", rewards: "#d6336c", testing: "#f59f00", driver: "#ced4da", draws: "#e8590c", commit_weights: "#e03131" };
+const WAIT_COLOURS = { groups: "#64748b", rewards: "#d6336c", testing: "#f59f00", driver: "#ced4da", draws: "#e8590c", commit_weights: "#e03131" };
 export const waitColour = (reason) => WAIT_COLOURS[reason] ?? "#ced4da";
 
 // With engines on devices of their own the driver does not generate: it waits for groups.
