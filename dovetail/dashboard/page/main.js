@@ -32,7 +32,9 @@ export function say(text) {
 // What the run itself has to say: why it ended, or what its folder lacks.
 function sayMessage() {
   const message = state.runs.find((run) => run.name === state.run)?.message;
-  if (message) say(message);
+  const box = $("message");
+  if (message || box.dataset.run) say(message);
+  if (message) box.dataset.run = "1"; else delete box.dataset.run;
 }
 
 function drawFrame() {
@@ -80,6 +82,7 @@ async function show() {
   current?.close?.();
   current = null;
   say(null);
+  delete $("message").dataset.run;
   const view = $("view");
   if (!state.run) { view.replaceChildren(el("p", { class: "empty", text: "No run is here yet." })); return; }
   sayMessage();
