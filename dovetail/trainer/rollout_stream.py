@@ -354,12 +354,16 @@ class RolloutStream:
     def _watch(self, must_finish: Sequence[int], wait_began: float) -> None:
         last_token = max(wait_began, self._generator.last_progress())
         self.waits.clear()
-        unscored = self._unscored()
+        unscored, calls = self._unscored(), self._generator.tool_calls()
         for number in must_finish or sorted([*self._running, *unscored])[: self._count]:
             if number in self._running:
                 engine = self._running[number].engine
                 self.waits.waiting("the trainer", f"draw {number}", since=wait_began)
-                self.waits.waiting(f"draw {number}", f"engine {engine}", "engine", since=last_token)
+                if call := calls.get(draw_uid(number)):
+                    name, began = call
+                    self.waits.waiting(f"draw {number}", f"tool {name}", since=max(last_token, began))
+                else:
+                    self.waits.waiting(f"draw {number}", f"engine {engine}", "engine", since=last_token)
             elif number in unscored:
                 self.scores.watch(self.waits, [number], wait_began, self._settings.stall_timeout_s)
         self._check_waits()

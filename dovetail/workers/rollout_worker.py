@@ -173,6 +173,11 @@ class RolloutWorker(TrainingRole):
         return None if self._groups is None else self._groups.snapshot()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def tool_calls(self) -> dict[str, tuple[str, float]]:
+        """Of groups of this engine that wait for a tool: its name, and for how many seconds."""
+        return {} if self._groups is None else self._groups.tool_calls()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def num_tokens(self) -> int:
         """The engine's count of tokens, which shows its progress."""
         return self._started().num_tokens()

@@ -56,6 +56,7 @@ export async function asynchronous(box, state) {
     idle.card.hidden = !waits.length;
     if (!waits.length) return;
     idle.legend(waits.map((wait) => [wait.name, waitColour(wait.key)]));
+    idle.note(at[0] > Math.max(1, reply.timeline_steps[0]) ? `the last ${at.length} steps` : "");
     drawWhenSeen(idle.plot, () => draw(idle.plot, waits.map((wait) => ({
       x: at, y: wait.shares, mode: at.length < 60 ? "lines+markers" : "lines", name: plain(wait.name), line: { color: waitColour(wait.key), width: 2 }, marker: { size: 5 },
       hovertemplate: `%{y:.1%}  ${plain(wait.name)}<extra></extra>`,
