@@ -337,9 +337,9 @@ def _join(values: Mapping[str, str]) -> Text:
 
 
 def _labelled(label: str, content: RenderableType) -> RenderableType:
-    table = Table.grid(padding=0)
+    table = Table.grid(padding=0, expand=True)
     table.add_column(width=_LABEL, style="dim")
-    table.add_column(no_wrap=True, overflow="ellipsis")
+    table.add_column(ratio=1, no_wrap=True, overflow="ellipsis")  # a long line is cut, and not the label
     table.add_row(label, content)
     return table
 

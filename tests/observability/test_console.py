@@ -66,6 +66,16 @@ def test_no_line_is_wider_than_the_terminal(width: int) -> None:
     assert max(map(len, show(state, state.started + 100, width).splitlines())) <= width
 
 
+def test_a_long_line_is_cut_and_not_its_label() -> None:
+    state = ConsoleState("p/e", 20)
+    state.end_step(2, METRICS | {"val-core/a/data/source/with/a/long/name/acc/mean@4": 0.5, "perf/mfu/actor": 0.4})
+    lines = show(state, state.started, 60).splitlines()
+    assert [line[2:14].strip() for line in lines if "a/data" in line or "tokens/s" in line] == [
+        "validation",
+        "last step",
+    ]
+
+
 def test_the_height_does_not_change_between_phases() -> None:
     state = ConsoleState("p/e", 20)
     state.end_step(1, METRICS)
