@@ -232,8 +232,9 @@ class BaseTrainer(ABC, Generic[Groups]):
         except Exception as error:
             reason = (error.reason if isinstance(error, WorkerError) else str(error))[:1000]
             phase = self.timers.interrupted
+            who = f"{error.role}[rank {error.rank}], {error.method}: " if isinstance(error, WorkerError) else ""
             with suppress(OSError):  # a full disk
-                self._write_now(None, failed=f"It failed in phase {phase!r} of step {self.global_step}: {reason}")
+                self._write_now(None, failed=f"It failed in phase {phase!r} of step {self.global_step}: {who}{reason}")
             if isinstance(error, StalledError):
                 self.tracker.folder.log_event("stalled", self.global_step, phase=phase, reason=reason)
             if not isinstance(error, WorkerError):
