@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import time
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, TypeVar
@@ -53,6 +54,8 @@ class CheckedTools:
         self.opening = opening
         """Messages that the environment adds to the prompt."""
         self.settings = settings
+        self.running: list[tuple[str, float]] = []
+        """Name and start, in seconds since the epoch, of the calls that run."""
         self._tools = tools
         self._session = session
         self._results: dict[int, ToolResult] = {}  # by the number of the call
@@ -188,6 +191,8 @@ class CheckedTools:
             self._before = copy.deepcopy(self._tools.state()), dict(self._results)
         self._num_running += 1
         began = asyncio.get_running_loop().time()
+        running = (str(event["name"]), time.time())
+        self.running.append(running)
         try:
             result = await run()
             reward = None if result.reward is None else checked_reward(result.reward, "the reward of a turn")
@@ -207,6 +212,7 @@ class CheckedTools:
             raise
         finally:
             self._num_running -= 1
+            self.running.remove(running)
             seconds = asyncio.get_running_loop().time() - began
             self._session.events.append({"kind": "tool", "seconds": seconds, **event})
 

@@ -12,6 +12,7 @@ import copy
 import json
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -129,6 +130,18 @@ class AgentStream(OpenGroups[_Group, Mapping[int, Any]]):
         batch = rows_of(ended, self._rollout, pad_token_id=self._pad_token_id)
         batch.meta_info["temperature"] = groups[0].sampling.temperature
         return batch
+
+    def tool_calls(self) -> dict[str, tuple[str, float]]:
+        with self._changed:
+            groups = list(self._groups.values())
+        calls: dict[str, tuple[str, float]] = {}
+        for group in groups:
+            tools = [session.tools for session in list(group.sessions.values()) if session.tools is not None]
+            running = [call for checked in tools for call in list(checked.running)]
+            if running:
+                name, began = min(running, key=lambda call: call[1])
+                calls[group.uid] = name, time.time() - began
+        return calls
 
     def snapshot(self) -> DataProto | None:
         """What the groups that were not taken have so far, a row for each trajectory; they go on."""

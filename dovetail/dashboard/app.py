@@ -168,6 +168,7 @@ def _serve_numbers(app: FastAPI, runs: Runs) -> None:
         loaded = runs.get(run)
         steps = loaded.timelines.steps
         return {
+            "status": loaded.status(),
             "charts": [chart for chart in _lines(loaded, ASYNC) if chart["lines"]],
             "staleness": staleness(loaded.metrics),
             "idle": loaded.timelines.idle(_MOST_IDLE_STEPS),
@@ -241,7 +242,8 @@ def _serve_settings(app: FastAPI, runs: Runs) -> None:
 
     @app.get("/api/health")
     async def health(run: Name) -> dict[str, Any]:
-        return {"warnings": runs.get(run).health(), "rules": RULE_TITLES}
+        loaded = runs.get(run)
+        return {"warnings": loaded.health(), "rules": RULE_TITLES, "num_steps": len(loaded.metrics)}
 
 
 def _listed(run: Run) -> dict[str, Any]:

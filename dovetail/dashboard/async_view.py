@@ -19,6 +19,7 @@ Span = dict[str, Any]
 WAIT_WORDS = {
     "groups": "trainer: no finished group",
     "rewards": "trainer: no rewards",
+    "testing": "trainer: validation",
     "driver": "trainer: between calls",
     "draws": "engine: no group to generate",
     "commit_weights": "engine: new weights",
@@ -53,7 +54,8 @@ def staleness(table: MetricsTable, most: int = _FEW_STEPS) -> dict[str, Any]:
 def waits(spans: Iterable[Span]) -> list[Span]:
     """The gaps of every worker and engine, as spans whose `phase` is a key of `WAIT_WORDS`.
 
-    A trainer's worker that runs no call while the driver is in `gen` waits for groups, in `reward` for rewards.
+    A trainer's worker that runs no call while the driver is in `gen` waits for groups, in `reward` for rewards, in
+    `testing` for the responses to validation prompts.
     """
     spans = list(spans)
     first, last = min((span["start"] for span in spans), default=0.0), max((span["end"] for span in spans), default=0.0)
@@ -64,6 +66,7 @@ def waits(spans: Iterable[Span]) -> list[Span]:
     phases = {
         "groups": [(span["start"], span["end"]) for span in spans if span["phase"] == "gen" and engines],
         "rewards": [(span["start"], span["end"]) for span in spans if span["phase"] == "reward"],
+        "testing": [(span["start"], span["end"]) for span in spans if span["phase"] == "testing" and engines],
     }
     found: list[Span] = []
     for row, busy in rows.items():
@@ -82,25 +85,25 @@ def waits(spans: Iterable[Span]) -> list[Span]:
 
 def idle_shares(spans: Iterable[Span]) -> dict[str, float]:
     """Share of a step by the reason of waiting: of the trainer's workers, and of the engines."""
-    spans = list(spans)
-    held = [span for span in spans if span["phase"] == "commit_weights"]
-    return {reason: share for (_, reason), share in _shares(spans, [*waits(spans), *held]).items()}
+    return {reason: share for (_, reason), share in _shares(list(spans)).items()}
 
 
 def busy_shares(spans: Iterable[Span]) -> dict[str, float]:
     """Share of a step in which the trainer's workers (`worker`) and the engines (`engine`) worked."""
     spans = list(spans)
-    idle = _shares(spans, waits(spans))
+    idle = _shares(spans)
     kinds = {span["worker"].split()[0] for span in spans} - {"driver"}
     return {kind: 1 - sum(share for (whose, _), share in idle.items() if whose == kind) for kind in kinds}
 
 
-def _shares(spans: list[Span], parts: list[Span]) -> dict[tuple[str, str], float]:
-    """Share of the step that `parts` take, by kind of row and phase; rows of a kind are averaged."""
+def _shares(spans: list[Span]) -> dict[tuple[str, str], float]:
+    """Share of the step that each kind of row is idle, by reason; rows of a kind are averaged. An engine generates
+    nothing while it is given weights."""
+    held = [span for span in spans if span["phase"] == "commit_weights"]
     duration = max((span["end"] for span in spans), default=0.0) - min((span["start"] for span in spans), default=0.0)
     num_rows = Counter(row.split()[0] for row in {span["worker"] for span in spans})
     shares: dict[tuple[str, str], float] = {}
-    for part in parts:
+    for part in (*waits(spans), *held):
         key = part["worker"].split()[0], part["phase"]
         shares[key] = shares.get(key, 0.0) + (part["end"] - part["start"]) / (num_rows[key[0]] * duration)
     return shares

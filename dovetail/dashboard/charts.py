@@ -101,12 +101,24 @@ _OTHER_METHODS = (
     ),
 )
 
+VALIDATION_TRUNCATED = "val-aux/response_length/clip_ratio"
 OVERVIEW = (
     *_OTHER_METHODS,
     Chart("reward", "Reward", ("critic/score/mean", "reward/score/mean", "critic/rewards/mean")),
     Chart("accuracy", "Accuracy", ("reward/acc/mean",), ("val-core/*/mean@*",), share=True),
-    Chart("length", "Response length (tokens)", ("response_length/mean",), ("response_length/max",)),
-    Chart("truncated", "Truncated responses (share)", ("response_length/clip_ratio",), share=True),
+    Chart(
+        "length",
+        "Response length (tokens)",
+        ("response_length/mean",),
+        ("response_length/max", "val-aux/response_length/mean"),
+    ),
+    Chart(
+        "truncated",
+        "Truncated responses (share)",
+        ("response_length/clip_ratio",),
+        (VALIDATION_TRUNCATED,),
+        share=True,
+    ),
     Chart(
         "entropy",
         "Entropy of the policy",

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from dovetail.dashboard.charts import VALIDATION_TRUNCATED
 from dovetail.dashboard.run_files import MetricsTable
 from dovetail.dashboard.step_times import PHASE_WORDS, recent_shares
 
@@ -236,6 +237,14 @@ def _hacking(facts: Facts) -> Iterator[Finding]:
         if len(values) < 3 or not len(rewards):
             continue
         best = int(values.argmax())
+        if values[-1] < values[best] - 0.05 and (cut := _cut_off_since(facts, int(val_steps[best]))):
+            yield Finding(
+                "val_truncation", "warn", "Validation falls because responses are cut off",
+                f"{name} is {values[-1]:.3g}, it was {values[best]:.3g} at step {val_steps[best]}; meanwhile {cut}.",
+                "A larger data.max_response_length, or a penalty on overlong responses (reward manager dapo).",
+                VALIDATION_TRUNCATED,
+            )  # fmt: skip
+            continue
         before, after = rewards[steps <= max(val_steps[best], steps[0])], rewards[-_RECENT:]
         if values[-1] < values[best] - 0.05 and len(before) and after.mean() > before[-_RECENT:].mean() + 0.02:
             yield Finding(
@@ -245,6 +254,17 @@ def _hacking(facts: Facts) -> Iterator[Finding]:
                 "The policy may have found a way to please the reward function without solving the task. Read the "
                 "responses with the highest reward (order: best first).", name,
             )  # fmt: skip
+
+
+def _cut_off_since(facts: Facts, step: int) -> str:
+    """How the share of truncated validation responses has risen since a step; empty where it has not."""
+    steps, shares = facts.table.finite(VALIDATION_TRUNCATED)
+    before = shares[steps == step]
+    if not len(before) or shares[-1] <= before[0] + TRUNCATED_RISE:
+        return ""
+    return (
+        f"the share of validation responses that reach the length limit rose from {before[0]:.0%} to {shares[-1]:.0%}"
+    )
 
 
 def _one_phase(facts: Facts) -> Iterator[Finding]:

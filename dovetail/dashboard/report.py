@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from dovetail.dashboard.charts import ASYNC, OVERVIEW, Chart, headlines, names_of, points
+from dovetail.dashboard.charts import ASYNC, OVERVIEW, VALIDATION_TRUNCATED, Chart, headlines, names_of, points
 from dovetail.dashboard.config_view import config_rows
 from dovetail.dashboard.responses import Wish
 from dovetail.dashboard.run_files import DashboardError, MetricsTable
@@ -36,6 +36,7 @@ STYLE = {
     "svg.hashsalt": "dovetail",
 }
 _MOST = 400
+_LENGTHS = {"val-aux/response_length/mean": "mean length", VALIDATION_TRUNCATED: "share truncated"}
 
 
 def recorded_charts(table: MetricsTable) -> list[tuple[Chart, list[str]]]:
@@ -55,23 +56,24 @@ def write_png(table: MetricsTable, title: str, file: Path) -> None:
         for index, (chart, names) in enumerate(charts):
             axes = figure.add_subplot(rows, columns, index + 1)
             axes.set_title(chart.title, loc="left", fontsize=10, fontweight="bold")
-            _draw(axes, table, names)
+            _draw(axes, table, names, share=chart.share)
         if not charts:
             figure.text(0.5, 0.4, "no step is recorded yet", ha="center", color="#5f6b7a")
         figure.savefig(file, format="png")
 
 
-def svg(table: MetricsTable, names: list[str]) -> str:
+def svg(table: MetricsTable, names: list[str], *, share: bool = False) -> str:
     """One chart as an `<svg>` element."""
     with rc_context(STYLE):
         figure = Figure(figsize=(4.6, 2.4), layout="constrained")
-        _draw(figure.add_subplot(), table, names)
+        _draw(figure.add_subplot(), table, names, share=share)
         text = io.StringIO()
         figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     return text.getvalue()[text.getvalue().index("<svg") :]
 
 
-def _draw(axes: Axes, table: MetricsTable, names: list[str]) -> None:
+def _draw(axes: Axes, table: MetricsTable, names: list[str], *, share: bool) -> None:
+    """`share`: the axis begins at 0, as on the page, so that 97 % does not look like nothing."""
     for name, colour in zip(names, COLOURS * len(names), strict=False):
         smoothing = 0.9 if len(table) > 100 else 0.0
         line = points(table, name, smoothing=smoothing, most=_MOST)
@@ -86,6 +88,8 @@ def _draw(axes: Axes, table: MetricsTable, names: list[str]) -> None:
     axes.set_xlabel("step", fontsize=8, color="#5f6b7a")
     axes.tick_params(labelsize=8, colors="#5f6b7a", length=0)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=7))
+    if share:
+        axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
     if len(names) > 1:
         axes.legend(fontsize=7, frameon=False)
 
@@ -163,7 +167,7 @@ def _warnings(run: Run) -> str:
 
 def _curves(run: Run) -> str:
     charts = "".join(
-        f"<figure><figcaption>{escape(chart.title)}</figcaption>{svg(run.metrics, names)}</figure>"
+        f"<figure><figcaption>{escape(chart.title)}</figcaption>{svg(run.metrics, names, share=chart.share)}</figure>"
         for chart, names in recorded_charts(run.metrics)
     )
     return f"<h2>Curves</h2><div class=grid>{charts}</div>"
@@ -187,12 +191,14 @@ def _validation(run: Run) -> str:
     names = [name for name in core if "@" in name.rpartition("/")[2]][:6]  # not verl's `best@4/mean` beside `best@4`
     if not names:
         return ""
+    labels = {name: name.removeprefix("val-core/") for name in names}
+    labels |= {name: words for name, words in _LENGTHS.items() if name in run.metrics.names}
     steps = sorted({int(step) for name in names for step in run.metrics.finite(name)[0]})
     shown = steps if len(steps) <= 12 else [steps[index * (len(steps) - 1) // 11] for index in range(12)]
-    table = {name: dict(zip(*(part.tolist() for part in run.metrics.finite(name)), strict=True)) for name in names}
-    head = "".join(f"<th>{escape(name.removeprefix('val-core/'))}</th>" for name in names)
+    table = {name: dict(zip(*(part.tolist() for part in run.metrics.finite(name)), strict=True)) for name in labels}
+    head = "".join(f"<th>{escape(words)}</th>" for words in labels.values())
     rows = "".join(
-        f"<tr><td>{step}</td>" + "".join(f"<td>{_number(table[name].get(step))}</td>" for name in names) + "</tr>"
+        f"<tr><td>{step}</td>" + "".join(f"<td>{_number(table[name].get(step))}</td>" for name in labels) + "</tr>"
         for step in shown
     )
     return f"<h2>Validation</h2><table><tr><th>step</th>{head}</tr>{rows}</table>"

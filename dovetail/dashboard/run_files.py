@@ -263,7 +263,7 @@ def run_state(now: dict[str, Any], last_step: int | None, total_steps: int | Non
         return "created"
     if now.get("finished") is True:
         return "finished"
-    if now.get("stopped") is True:  # on request; its process may live on: a notebook
+    if now.get("stopped") is True or isinstance(now.get("failed"), str):  # its process may live on: a notebook
         return "stopped"
     if last_step is not None and total_steps is not None and last_step >= total_steps and now.get("phase") is None:
         return "finished"

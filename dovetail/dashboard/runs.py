@@ -42,6 +42,7 @@ class Run:
         self.metrics.refresh()
         self.events.refresh()
         self.timelines.refresh()
+        self.timelines.resumed_after = [event["step"] for event in self.events.events if event.get("kind") == "resume"]
 
     def resolve(self, path: Path) -> Path:
         """The path itself, unless it leads (by a link) out of the run folder."""
@@ -88,10 +89,12 @@ class Run:
             words = phase_words(self.timelines)
             status |= {
                 "phase": words.get(now["phase"], now["phase"].replace("_", " ")),
-                "phase_since": now.get("time"),
+                "phase_since": now.get("since", now.get("time")),
                 "now_step": now.get("step"),
+                "waits": str(now.get("waits", "")),
             }
-        status["message"] = self._message(state, last)
+        status["message"] = self._failed() if state == "stopped" else None
+        status["message"] = status["message"] or self._message(state, last)
         status["views"] = ["async"] if is_asynchronous(self.metrics) else []
         status["bad_lines"] = self.metrics.bad_lines
         return status
@@ -102,8 +105,14 @@ class Run:
         stopped = None
         on_request = read_object(self.folder / NOW).get("stopped") is True
         if status["state"] == "stopped" and not on_request and (status["step"] or 0) < (status["total_steps"] or 0):
-            stopped = f"The last step is {status['step'] or 0} of {status['total_steps']}, and its process is gone."
+            stopped = f"The last step is {status['step'] or 0} of {status['total_steps']}"
+            stopped += f". {failed}" if (failed := self._failed()) else ", and its process is gone."
         return check_health(Facts(self.metrics, self._no_signal(), self.memory(), stopped))
+
+    def _failed(self) -> str:
+        """What ended the run, in its own words; empty where it could say nothing."""
+        failed = read_object(self.folder / NOW).get("failed")
+        return failed if isinstance(failed, str) else ""
 
     def _no_signal(self) -> float | None:
         """Share of groups without signal in the newest responses of training."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from dovetail.dashboard.async_view import WAIT_WORDS, busy_shares, idle_shares, waits
+from dovetail.dashboard.async_view import WAIT_WORDS, busy_shares, idle_shares, is_asynchronous, waits
 from dovetail.dashboard.charts import binned_means, rounded
 from dovetail.dashboard.run_files import GrowingFile, MetricsTable, parse_object, read_at
 
@@ -48,7 +48,12 @@ _ENGINES_ADVICE = (
     "The engines are slower than the trainer: more devices for them (actor_rollout_ref.rollout.n_gpus_per_node), "
     "shorter responses, or a larger async_training.max_staleness, where they wait for the trainer at other times."
 )
+_TURNS_ADVICE = (
+    "Trainer and engines take turns: with async_training.mode=one_step_off both work at the same time. More devices "
+    "for the engines (actor_rollout_ref.rollout.n_gpus_per_node) and shorter responses make generation faster."
+)
 _RECENT = 20
+_BESIDE = ("testing", "save_checkpoint")  # not in `timing_s/step`
 
 
 def phase_words(timelines: Timelines) -> dict[str, str]:
@@ -66,7 +71,7 @@ def phases(table: MetricsTable, most: int, words: Mapping[str, str] = PHASE_WORD
     if not kept.any():
         return {"steps": [], "phases": [], "per_bar": 1}
     seconds = np.array([np.nan_to_num(table.column(name)[kept], posinf=0.0) for name in names])
-    inside = [index for index, name in enumerate(names) if name[len(PREFIX) :] not in ("testing", "save_checkpoint")]
+    inside = [index for index, name in enumerate(names) if name[len(PREFIX) :] not in _BESIDE]
     other = np.maximum(step_seconds[kept] - seconds[inside].sum(axis=0), 0.0)
     steps, means = binned_means(table.steps[kept], np.vstack([seconds, other]), most)
     keys = [*(name[len(PREFIX) :] for name in names), "other"]
@@ -94,27 +99,31 @@ def recent_shares(table: MetricsTable) -> tuple[dict[str, float], float]:
 
 def what_it_waits_for(table: MetricsTable, timelines: Timelines) -> dict[str, str]:
     """A few words on where the time goes, and what would change it."""
-    words, steps = phase_words(timelines), timelines.steps
+    words, steps = phase_words(timelines), [step for step in timelines.steps if step > 0]
     shares, seconds = recent_shares(table)
     if not shares:
         return {"sentence": "No step has been timed yet.", "advice": ""}
     first, *rest = sorted(shares, key=lambda key: -shares[key])
-    sentence = f"{shares[first]:.0%} of a step ({_time(seconds)}) is {words.get(first, first)}"
+    more = ", validation and checkpoints included" if any(shares.get(key) for key in _BESIDE) else ""
+    sentence = f"{shares[first]:.0%} of a step ({_time(seconds)}{more}) is {words.get(first, first)}"
     second = next((key for key in rest if shares[key] >= 0.1), None)
     sentence += f", then {words.get(second, second)} with {shares[second]:.0%}." if second else "."
     # Of several steps with engines apart: before the end of a run these have nothing left to generate.
-    count = min(_RECENT, max(steps[-1], 1)) if steps and timelines.has_engines else 1
+    count = min(_RECENT, steps[-1]) if steps and timelines.has_engines else 1
     timeline = timelines.of(steps[-1], count) if steps else None
     busy = {} if timeline is None else busy_shares(timeline["spans"])
-    if "engine" in busy:
+    if timeline is not None and "engine" in busy:
+        count = len(timeline["starts"])
         sentence += (
-            f" In the last {count} steps the trainer works {busy.get('worker', 0.0):.0%} of the time and the engines "
-            f"{busy['engine']:.0%}."
+            f" In the last {f'{count} steps' if count > 1 else 'step'} the trainer works {busy.get('worker', 0.0):.0%} "
+            f"of the time and the engines {busy['engine']:.0%}."
         )
     elif "worker" in busy:
         sentence += f" Workers are busy {busy['worker']:.0%} of the time in step {steps[-1]}"
         sentence += "; otherwise they wait for the driver." if busy["worker"] <= 0.995 else "."
-    advice = _ENGINES_ADVICE if first == "gen" and timelines.has_engines else _ADVICE.get(first, "")
+    advice = _ADVICE.get(first, "")
+    if first == "gen" and timelines.has_engines:
+        advice = _ENGINES_ADVICE if is_asynchronous(table) else _TURNS_ADVICE
     return {"sentence": sentence, "advice": advice}
 
 
@@ -127,6 +136,8 @@ class Timelines:
         self._idle: dict[int, dict[str, float]] = {}
         self._peaks: dict[str, float] = {}
         self.has_engines = False
+        self.resumed_after: list[int] = []
+        """Steps after which the run was ended and started again."""
 
     def refresh(self) -> None:
         if self._file.was_replaced():
@@ -152,8 +163,10 @@ class Timelines:
 
     def of(self, step: int, count: int = 1) -> dict[str, Any] | None:
         """The spans of a step, and of up to `count - 1` before it, in seconds from the start of the first; None when
-        it has none. `waits` are the gaps between the spans."""
-        lines = [value for at in range(step - count + 1, step + 1) if (value := self._line(at)) is not None]
+        it has none. `waits` are the gaps between the spans. While a run is down nobody waits: no step before a resume.
+        """
+        first = max([step - count, *(end for end in self.resumed_after if end < step)]) + 1
+        lines = [value for at in range(first, step + 1) if (value := self._line(at)) is not None]
         if not lines or lines[-1]["step"] != step:
             return None
         begin = min(line["time"] for line in lines)

@@ -26,6 +26,7 @@ _SHOWN = {
     "train/loss": "loss",
     "train/accuracy": "pairs in order",
     "response_length/mean": "response length",
+    "response_length/clip_ratio": "truncated share",
     "actor/pg_loss": "policy loss",
     "actor/entropy": "entropy",
     "actor/ppo_kl": "ppo kl",
@@ -47,6 +48,7 @@ _LINE = {
     "actor/ppo_kl": "kl",
     "actor/grad_norm": "grad",
 }
+_VALIDATED = {"val-aux/response_length/mean": "val len", "val-aux/response_length/clip_ratio": "val truncated"}
 # Phases that contain others: their bar would hide the rest.
 _WHOLE = ("step",)
 _LABEL = 12
@@ -99,6 +101,7 @@ class ConsoleState:
         self.step, self.step_end = step, self.clock()
         validation = {name: value for name, value in metrics.items() if _is_shown(name)}
         if validation:
+            validation |= {name: metrics[name] for name in _VALIDATED if name in metrics}
             self.validation, self.validation_step = validation, step
         if any(not name.startswith("val-") for name in metrics):
             self.previous, self.metrics = self.metrics, dict(metrics)
@@ -160,7 +163,7 @@ def draw(state: ConsoleState, now: float, width: int) -> RenderableType:
     if state.rewards:
         rows.append(_reward(state, inner))
     if state.validation:
-        words = _join(_validation_names(state.validation))
+        words = _join(_validation_words(state.validation))
         words.append(f"   step {state.validation_step}", style="dim")
         rows.append(_labelled("validation", words))
     times = _times(state.metrics)
@@ -200,7 +203,7 @@ def plain_line(state: ConsoleState) -> str:
     if "perf/throughput" in metrics:
         parts.append(f"{metrics['perf/throughput']:,.0f} tokens/s per device")
     if state.validation_step == state.step:
-        parts += [f"{name} {value:.3f}" for name, value in _validation_names(state.validation).items()]
+        parts += [f"{name} {words}" for name, words in _validation_words(state.validation).items()]
     return "  ".join(parts)
 
 
@@ -304,14 +307,20 @@ def _times(metrics: Mapping[str, float]) -> dict[str, float]:
     return {name: value for name, value in times.items() if name not in _WHOLE and "/" not in name and value > 0}
 
 
-def _validation_names(validation: Mapping[str, float]) -> dict[str, float]:
-    """`openai/gsm8k acc mean@1`, one per data source: the first metric stands for it."""
-    chosen: dict[str, tuple[str, float]] = {}
+def _validation_words(validation: Mapping[str, float]) -> dict[str, str]:
+    """`openai/gsm8k acc mean@1`, one per data source (the first metric stands for it), and the responses' lengths."""
+    chosen: dict[str, tuple[str, str]] = {}
     for name, value in sorted(validation.items(), key=lambda item: "/acc/" not in item[0]):
+        if name in _VALIDATED:
+            continue
         source, _, metric = name.removeprefix("val-core/").rpartition("/")
         source, _, kind = source.rpartition("/")
-        chosen.setdefault(source, (f"{source} {kind} {metric}", value))
-    return dict(chosen.values())
+        chosen.setdefault(source, (f"{source} {kind} {metric}", f"{value:.3f}"))
+    words = dict(chosen.values())
+    for name, label in _VALIDATED.items():
+        if name in validation:
+            words[label] = f"{validation[name]:.0%}" if name.endswith("ratio") else number(validation[name])
+    return words
 
 
 def _clock_line(state: ConsoleState, now: float) -> str:
@@ -319,18 +328,18 @@ def _clock_line(state: ConsoleState, now: float) -> str:
     return f"{duration(now - state.started)} elapsed" + (f" · {duration(left)} left" if left is not None else "")
 
 
-def _join(values: Mapping[str, float]) -> Text:
+def _join(values: Mapping[str, str]) -> Text:
     text = Text(overflow="ellipsis", no_wrap=True)
-    for i, (name, value) in enumerate(values.items()):
+    for i, (name, words) in enumerate(values.items()):
         text.append(("   " if i else "") + name + " ", style="dim")
-        text.append(f"{value:.3f}", style="bold magenta")
+        text.append(words, style="bold magenta")
     return text
 
 
 def _labelled(label: str, content: RenderableType) -> RenderableType:
-    table = Table.grid(padding=0)
+    table = Table.grid(padding=0, expand=True)
     table.add_column(width=_LABEL, style="dim")
-    table.add_column(no_wrap=True, overflow="ellipsis")
+    table.add_column(ratio=1, no_wrap=True, overflow="ellipsis")  # a long line is cut, and not the label
     table.add_row(label, content)
     return table
 

@@ -59,8 +59,8 @@ class RunFolder:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
 
-    def start(self, *checkpoints: Path) -> None:
-        """Begin a run from step 0. What an earlier run left here is kept in `previous_N/`, not continued.
+    def start(self, *checkpoints: Path) -> bool:
+        """Begin a run from step 0; whether an earlier one was here. It is kept in `previous_N/`, not continued.
 
         `checkpoints` are files and folders of such a run beside those that are written here.
         """
@@ -69,7 +69,7 @@ class RunFolder:
         earlier = [*checkpoints, *(self.path / name for name in names if _holds_something(self.path / name))]
         if not earlier:
             self._drop_before()
-            return
+            return False
         kept = self._free_folder()
         for path in (*earlier, *self.path.glob(f"{_UNTIL}*")):
             os.replace(path, kept / path.name)
@@ -77,6 +77,7 @@ class RunFolder:
             if (file := self.path / f"{_BEFORE}{name}").exists():
                 os.replace(file, kept / name)
         logger.warning("%s holds an earlier run; what it has left is now in %s", self.path, kept.name)
+        return True
 
     def resume(self, step: int, *checkpoints: Path) -> None:
         """Continue after `step`: everything recorded beyond it is taken away, because it will happen again.

@@ -82,7 +82,11 @@ class Sink:
     def __init__(self, facts: RunFacts) -> None: ...
 
     def event(self, kind: str, step: int, facts: Mapping[str, Any]) -> None:
-        """Something beside the numbers: `validation`, `checkpoint`, `resume`, `skipped_step`, ..."""
+        """Something beside the numbers: `validation`, `checkpoint`, `skipped_step`, ...
+
+        `start`: a new run begins where another one was. `resume`: the run goes on after this step, and what was logged
+        of later steps will happen again.
+        """
 
     def show_answers(self, step: int, answers: Sequence[ShownAnswer]) -> None:
         """Some responses to validation prompts (`trainer.log_val_generations`)."""
@@ -101,7 +105,14 @@ class TensorBoardSink(Sink):
         writer = need("tensorboard.summary.writer.event_file_writer", "tensorboard", "tensorboard")
         self._event = need("tensorboard.compat.proto.event_pb2", "tensorboard", "tensorboard").Event
         self._summary = need("tensorboard.compat.proto.summary_pb2", "tensorboard", "tensorboard").Summary
+        self._session = need("tensorboard.compat.proto.event_pb2", "tensorboard", "tensorboard").SessionLog
         self._writer = writer.EventFileWriter(str(facts.folder / "tensorboard"))
+
+    def event(self, kind: str, step: int, facts: Mapping[str, Any]) -> None:
+        if kind in ("start", "resume"):  # TensorBoard leaves out what was written before of this step and later ones
+            log, first = self._session(status=self._session.START), 0 if kind == "start" else step + 1
+            self._writer.add_event(self._event(step=first, wall_time=time.time(), session_log=log))
+            self._writer.flush()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         values = [self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
@@ -139,32 +150,48 @@ class WandbSink(_LoggingSink):
     """A W&B run; its id is kept in the run folder, so that a resumed run continues the same curves."""
 
     def __init__(self, facts: RunFacts) -> None:
-        self._library = need("wandb", "wandb", "wandb")
-        file = facts.folder / "wandb.id"
-        run_id = file.read_text().strip() if file.exists() else None
+        self._library, self._facts = need("wandb", "wandb", "wandb"), facts
+        self._file = facts.folder / "wandb.id"
+        self._before = self._file.read_text().strip() if self._file.exists() else None
+        self._open(self._before)
+
+    def event(self, kind: str, step: int, facts: Mapping[str, Any]) -> None:
+        if kind == "start" and self._before is not None:  # W&B would drop its steps: those of the run before are higher
+            self._run.finish()
+            self._open(None)
+
+    def _open(self, run_id: str | None) -> None:
         self._run = self._library.init(
-            project=facts.project,
-            name=facts.experiment,
-            config=dict(facts.config),
-            dir=str(facts.folder),
+            project=self._facts.project,
+            name=self._facts.experiment,
+            config=dict(self._facts.config),
+            dir=str(self._facts.folder),
             id=run_id,
             resume="allow",
         )
-        file.write_text(f"{self._run.id}\n")
+        self._file.write_text(f"{self._run.id}\n")
 
 
 class MLflowSink(Sink):
     """An MLflow run at `MLFLOW_TRACKING_URI`."""
 
     def __init__(self, facts: RunFacts) -> None:
-        self._mlflow = need("mlflow", "mlflow", "mlflow")
+        self._mlflow, self._facts = need("mlflow", "mlflow", "mlflow"), facts
         self._mlflow.set_experiment(facts.project)
-        file = facts.folder / "mlflow.id"
-        run_id = file.read_text().strip() if file.exists() else None
-        run = self._mlflow.start_run(run_id=run_id, run_name=None if run_id else facts.experiment)
-        file.write_text(f"{run.info.run_id}\n")
+        self._file = facts.folder / "mlflow.id"
+        self._before = self._file.read_text().strip() if self._file.exists() else None
+        self._open(self._before)
+
+    def event(self, kind: str, step: int, facts: Mapping[str, Any]) -> None:
+        if kind == "start" and self._before is not None:  # not into the curves of the run before
+            self._mlflow.end_run()
+            self._open(None)
+
+    def _open(self, run_id: str | None) -> None:
+        run = self._mlflow.start_run(run_id=run_id, run_name=None if run_id else self._facts.experiment)
+        self._file.write_text(f"{run.info.run_id}\n")
         if run_id is None:
-            self._mlflow.log_dict(dict(facts.config), "config.json")
+            self._mlflow.log_dict(dict(self._facts.config), "config.json")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         # MLflow takes no "@" in names, and validation metrics are called mean@8.
@@ -209,8 +236,9 @@ class ClearMLSink(Sink):
 
     def __init__(self, facts: RunFacts) -> None:
         clearml = need("clearml", "clearml", "clearml")
+        # 0 and not True, which would add the steps of the task so far to those that a resumed run reports.
         self._task = clearml.Task.init(
-            project_name=facts.project, task_name=facts.experiment, continue_last_task=True, output_uri=False
+            project_name=facts.project, task_name=facts.experiment, continue_last_task=0, output_uri=False
         )
         self._task.connect_configuration(dict(facts.config), name="config")
 

@@ -55,6 +55,12 @@ class Waits:
         with self._lock:
             self._edges = {}
 
+    def words(self, now: float) -> str:
+        """The oldest chain: `the trainer waits for draw 12 for 40 s; draw 12 waits for engine 0, ...`; empty: nobody
+        waits."""
+        with self._lock:
+            return self._words(chain, now) if (chain := self._oldest_chain()) else ""
+
     def check(self, now: float, limit_s: float) -> None:
         """Raise `StalledError` when a chain has made no progress for `limit_s`; 0: never."""
         with self._lock:

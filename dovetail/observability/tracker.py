@@ -63,6 +63,12 @@ class Tracker:
         if self._console is not None and not self._sinks:
             self._console.answers(step, answers)
 
+    def start(self, *checkpoints: Path) -> None:
+        """Begin a run from step 0. `checkpoints`: see `RunFolder.start`."""
+        if self.folder.start(*checkpoints):
+            for sink in self._sinks:
+                sink.event("start", 0, {})
+
     def resume(self, step: int, *checkpoints: Path) -> None:
         """Continue after `step`: files and console go back to it. `checkpoints`: see `RunFolder.resume`."""
         self.folder.resume(step, *checkpoints)

@@ -63,6 +63,10 @@ class OpenGroups(ABC, Generic[G, H]):
     def snapshot(self) -> DataProto | None:
         """What the groups that were not taken have so far; they go on."""
 
+    def tool_calls(self) -> dict[str, tuple[str, float]]:
+        """Of groups that wait for a tool: its name, and for how many seconds."""
+        return {}
+
     @property
     def num_running(self) -> int:
         """Groups that are not finished."""

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Generic, TypeVar
 
 from dovetail.checkpoint.store import CheckpointStore
@@ -20,6 +21,7 @@ from dovetail.controller import WorkerError
 from dovetail.controller.freeze_gc import frozen_gc
 from dovetail.data.build import PromptLoader
 from dovetail.models.flops import StepUtilisation
+from dovetail.observability.stalls import StalledError
 from dovetail.observability.timers import PhaseTimers
 from dovetail.observability.tracker import Tracker
 from dovetail.protocol import DataProto
@@ -36,6 +38,8 @@ Metrics = dict[str, float]
 Groups = TypeVar("Groups", bound=TrainedGroups)
 EngineSpans = list[list[tuple[str, float, float]]]
 
+_NOTE_WAITS_S = 5.0
+"""How long a phase lasts before the run folder says who waits for whom, and how often it is said anew."""
 _WARM_UP_STEPS = 2
 """They compile kernels, capture graphs and fill caches; what they leave behind lives until the run ends."""
 
@@ -67,6 +71,8 @@ class BaseTrainer(ABC, Generic[Groups]):
         self.total_steps = total_training_steps(config, len(train_loader))
         self._last_step = self.total_steps if last_step is None else min(self.total_steps, last_step)
         self._on_phase = on_phase
+        self._present_phase: str | None = None
+        self._phase_began = self._wait_noted_at = time.time()
         self._saved_step = 0
         self._last_metrics: Metrics = {}
         self._skipped_steps = SkippedSteps(self.total_steps)
@@ -99,9 +105,11 @@ class BaseTrainer(ABC, Generic[Groups]):
         self._load_checkpoint()
         last_validation: Metrics = {}
         if settings.val_only or (settings.val_before_train and self.global_step == 0):
-            last_validation = self._validate()
+            with self.timers("testing"):
+                last_validation = self._validate()
+            seconds = self.timers.take()
             if last_validation:
-                self.tracker.log(self.global_step, last_validation)
+                self.tracker.log(self.global_step, last_validation | seconds)
         if not settings.val_only:
             with frozen_gc() as freeze_gc, self.stop.training(), self._naming_failures():
                 last_validation = self._train(last_validation, freeze_gc)
@@ -220,27 +228,50 @@ class BaseTrainer(ABC, Generic[Groups]):
 
     @contextmanager
     def _naming_failures(self) -> Iterator[None]:
-        """Record a worker's failure with phase and step, and tell the user which checkpoint the run continues from."""
+        """Record a failure with phase and step, and tell the user which checkpoint the run continues from."""
         try:
             yield
-        except WorkerError as error:
-            where = f"phase {self.timers.interrupted!r} of step {self.global_step}"
+        except Exception as error:
+            reason = (error.reason if isinstance(error, WorkerError) else str(error))[:1000]
+            phase = self.timers.interrupted
+            who = f"{error.role}[rank {error.rank}], {error.method}: " if isinstance(error, WorkerError) else ""
+            with suppress(OSError):  # a full disk
+                self._write_now(None, failed=f"It failed in phase {phase!r} of step {self.global_step}: {who}{reason}")
+            if isinstance(error, StalledError):
+                self.tracker.folder.log_event("stalled", self.global_step, phase=phase, reason=reason)
+            if not isinstance(error, WorkerError):
+                raise
+            where = f"phase {phase!r} of step {self.global_step}"
             saved = f"step {self._saved_step}" if self._saved_step else "the beginning: it has no checkpoint"
             error.add_note(f"In {where}. The same command continues the run from {saved}.")
-            facts = {"role": error.role, "rank": error.rank, "method": error.method, "phase": self.timers.interrupted}
-            self.tracker.folder.log_event("worker_failed", self.global_step, **facts, reason=error.reason[:1000])
+            facts = {"role": error.role, "rank": error.rank, "method": error.method, "phase": phase}
+            self.tracker.folder.log_event("worker_failed", self.global_step, **facts, reason=reason)
             raise
 
     def _phase_changed(self, name: str | None) -> None:
+        self._present_phase, self._phase_began = name, time.time()
+        self._wait_noted_at = self._phase_began
         self._write_now(name)
         if self._on_phase is not None:
             self._on_phase(name)
 
-    def _write_now(self, phase: str | None, *, finished: bool = False, stopped: bool = False) -> None:
+    def _note_wait(self, words: str) -> None:
+        """Who waits for whom, where a phase takes long; called all the time."""
+        if words and time.time() - self._wait_noted_at >= _NOTE_WAITS_S:
+            self._wait_noted_at = time.time()
+            self._write_now(self._present_phase, waits=words)
+
+    def _write_now(self, phase: str | None, *, finished: bool = False, stopped: bool = False, **facts: str) -> None:
         # A run that only validates takes no steps, so it has no total.
         total = None if self.config.trainer.val_only else self.total_steps
         self.tracker.folder.write_now(
-            step=self.global_step, total_steps=total, phase=phase, finished=finished, stopped=stopped
+            step=self.global_step,
+            total_steps=total,
+            phase=phase,
+            since=round(self._phase_began, 3),
+            finished=finished,
+            stopped=stopped,
+            **facts,
         )
 
     def _take_timeline(self) -> list[TimelineRow]:
@@ -264,7 +295,7 @@ class BaseTrainer(ABC, Generic[Groups]):
         store = CheckpointStore(self.config.trainer.run_dir)
         if checkpoint is None:
             # Left here, they would be taken for this run's until it has saved one. A validation replaces no run.
-            self.tracker.folder.start(*([] if self.config.trainer.val_only else store.paths()))
+            self.tracker.start(*([] if self.config.trainer.val_only else store.paths()))
             return
         self.global_step = self._saved_step = checkpoint.step
         self._last_metrics = checkpoint.metrics
@@ -272,7 +303,7 @@ class BaseTrainer(ABC, Generic[Groups]):
         logger.info("resumed from %s at step %d", checkpoint.folder, checkpoint.step)
         if self.config.trainer.val_only:
             if checkpoint.folder.parent.resolve() != self.tracker.folder.path.resolve():
-                self.tracker.folder.start()
+                self.tracker.start()
             return  # in the run's own folder no step is repeated, so what was recorded after this one stays
         self._refuse_other_epochs(checkpoint)
         self._load_driver_state(checkpoint.state)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from dovetail.config.root import DovetailConfig
@@ -90,6 +91,12 @@ class SeparateEngines:
             self.group.freeze_gc()
 
         self._retrying(freeze)
+
+    def activity(self) -> list[list[tuple[str, float, float]]]:
+        """What each engine did since the last call. Nothing of dead ones: the next call that needs them finds out."""
+        with suppress(WorkerError):
+            return self.group.take_activity()[:: self._rollout.engine_world_size]
+        return []
 
     def shutdown(self) -> None:
         self.group.release()

@@ -77,6 +77,10 @@ class Generator(ABC):
         """What each engine of its own did since the last call: `(what, start, end)`."""
         return []
 
+    def tool_calls(self) -> dict[str, tuple[str, float]]:
+        """Of groups that wait for a tool: its name, and since when by the monotonic clock."""
+        return {}
+
     def lost(self) -> bool:
         """Whether what was running is gone and has to be started again; asking resets it."""
         return False
@@ -138,6 +142,7 @@ class OnOwnDevices(Generator):
         self._known_restarts = engines.num_restarts
         self._seen: DataProto | None = None
         self._num_tokens: list[int] = []
+        self._tool_calls: dict[str, tuple[str, float]] = {}
         self._seen_at = self._progress_at = time.monotonic()
 
     @property
@@ -178,15 +183,21 @@ class OnOwnDevices(Generator):
         return time.monotonic() - self._seen_at > self._snapshot_s
 
     def _look(self, group: WorkerGroup) -> None:
-        parts, num_tokens = group.snapshot_groups(), group.num_tokens()
+        parts, num_tokens, calls = group.snapshot_groups(), group.num_tokens(), group.tool_calls()
         if self._has_restarted:
             return  # new engines have nothing yet, and go on from what was seen of the old ones
         self._seen, self._seen_at = joined(parts), time.monotonic()
+        self._tool_calls = {
+            uid: (name, self._seen_at - seconds) for part in calls for uid, (name, seconds) in part.items()
+        }
         if num_tokens != self._num_tokens:
             self._num_tokens, self._progress_at = num_tokens, self._seen_at
 
     def last_progress(self) -> float:
         return self._progress_at
+
+    def tool_calls(self) -> dict[str, tuple[str, float]]:
+        return self._tool_calls
 
     def abort(self, uids: Sequence[str]) -> None:
         self._call(lambda group: group.abort_groups(list(uids)))

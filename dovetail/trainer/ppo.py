@@ -106,6 +106,7 @@ class RayPPOTrainer(BaseTrainer[RoleGroups]):
                 scores=GroupScores(
                     self.rewards.start if self.rewards.scores_rows else None, time_limit_s=self.rewards.timeout_seconds
                 ),
+                on_wait=self._note_wait,
             )
         generates = groups.actor_rollout if engines is None else engines.group
         self.utilisation.ask_peaks(trains=groups.actor_rollout, generates=generates)
@@ -429,7 +430,9 @@ class RayPPOTrainer(BaseTrainer[RoleGroups]):
             self.stream.undo_step(self.global_step)
 
     def _engine_spans(self) -> EngineSpans:
-        return [] if self.stream is None else self.stream.activity()
+        if self.stream is not None:
+            return self.stream.activity()
+        return [] if self.groups.engines is None else self.groups.engines.activity()
 
     def _close(self) -> None:
         self._answer_files.close()

@@ -50,6 +50,7 @@ class RolloutStream:
         draw_prompts: Callable[[], DataProto],
         total_steps: int,
         scores: GroupScores | None = None,
+        on_wait: Callable[[str], None] = lambda words: None,
     ) -> None:
         self._settings = config.async_training
         self._rollout = config.actor_rollout_ref.rollout
@@ -71,6 +72,7 @@ class RolloutStream:
         self.scores = scores or GroupScores(None)
         self.pace = Pace(self._settings.staleness_bound)
         self.waits = Waits()
+        self._on_wait = on_wait
         self._version = self._last_step = 0
         self._ready: dict[int, Draw] = {}
         self._running: dict[int, Draw] = {}
@@ -121,7 +123,7 @@ class RolloutStream:
         self.collect()
         self.waits.clear()
         self.scores.watch(self.waits, self._given_now, self._given_at, self._settings.stall_timeout_s)
-        self.waits.check(time.monotonic(), self._settings.stall_timeout_s)
+        self._check_waits()
 
     def update(self, version: int, step: int) -> dict[str, float]:
         """The trainer has new weights: bring them to the engines when it is time, and start what may start then."""
@@ -350,16 +352,25 @@ class RolloutStream:
         self.scores.start(draw.number, draw.rows)
 
     def _watch(self, must_finish: Sequence[int], wait_began: float) -> None:
-        now, last_token = time.monotonic(), max(wait_began, self._generator.last_progress())
+        last_token = max(wait_began, self._generator.last_progress())
         self.waits.clear()
-        unscored = self._unscored()
+        unscored, calls = self._unscored(), self._generator.tool_calls()
         for number in must_finish or sorted([*self._running, *unscored])[: self._count]:
             if number in self._running:
                 engine = self._running[number].engine
                 self.waits.waiting("the trainer", f"draw {number}", since=wait_began)
-                self.waits.waiting(f"draw {number}", f"engine {engine}", "engine", since=last_token)
+                if call := calls.get(draw_uid(number)):
+                    name, began = call
+                    self.waits.waiting(f"draw {number}", f"tool {name}", since=max(last_token, began))
+                else:
+                    self.waits.waiting(f"draw {number}", f"engine {engine}", "engine", since=last_token)
             elif number in unscored:
                 self.scores.watch(self.waits, [number], wait_began, self._settings.stall_timeout_s)
+        self._check_waits()
+
+    def _check_waits(self) -> None:
+        now = time.monotonic()
+        self._on_wait(self.waits.words(now))
         self.waits.check(now, self._settings.stall_timeout_s)
 
     def _drop(self, numbers: Sequence[int]) -> None:

@@ -26,8 +26,11 @@ def take_timeline(
     calls = processes.take_spans()
     for rank in _shown(len(calls)):
         rows += [(f"worker {rank}", span.method, span.start, span.end, span.memory_gib) for span in calls[rank]]
+    end = max((row[3] for row in rows), default=0.0)
     for rank in _shown(len(engines)):
-        rows += [(f"engine {rank}", what, start, end, None) for what, start, end in engines[rank]]
+        # One that did nothing is there, too: else it would not count as idle.
+        done = engines[rank] or [("generate_groups", end, end)]
+        rows += [(f"engine {rank}", what, start, end, None) for what, start, end in done]
     return rows
 
 

@@ -19,7 +19,7 @@ from dovetail.trainer.val_metrics import validation_metrics
 
 # Columns of numbers that reward functions return beside the score are validated too.
 _NOT_VALUES = ("reward_failed", "token_level_scores")
-_TURNS = {"mean": np.mean, "max": np.max, "min": np.min}
+_SPREAD = {"mean": np.mean, "max": np.max, "min": np.min}
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,10 @@ def validate(
             dumped += dump(scored_batch, rewards.solution_strs)
     scored = [row for row in rows if not row["failed"]]
     metrics: dict[str, float] = {"val-aux/failed": float(len(rows) - len(scored))}
-    if turns:
-        metrics |= {f"val-aux/num_turns/{name}": float(f(turns)) for name, f in _TURNS.items()}
+    for name, values in (("num_turns", turns), ("response_length", [row["length"] for row in rows])):
+        metrics |= {f"val-aux/{name}/{word}": float(f(values)) for word, f in _SPREAD.items() if values}
+    # Whoever sees the accuracy fall must see that responses hit the limit, if they do.
+    metrics["val-aux/response_length/clip_ratio"] = sum(row["truncated"] for row in rows) / max(len(rows), 1)
     for source in dict.fromkeys(row["data_source"] for row in scored):
         metrics |= _source_metrics(source, [row for row in scored if row["data_source"] == source])
     return Validation(metrics, rows, dumped)
@@ -89,6 +91,7 @@ def _scored_rows(batch: DataProto, rewards: RewardResult, source_key: str) -> li
         for name, column in rewards.columns.non_tensor_batch.items()
         if column.dtype != object and name not in (*_NOT_VALUES, "score")
     ]
+    reasons = others.get("outcome", others["finish_reason"])  # of a trajectory its own, not its last row's
     rows, texts, conversations = [], rewards.solution_strs, agent_records(batch)
     for row in range(len(batch)):
         values = {"reward": scores[row], **{name: float(others[name][row]) for name in numeric}}
@@ -103,6 +106,7 @@ def _scored_rows(batch: DataProto, rewards: RewardResult, source_key: str) -> li
                 "values": {name: value for name, value in values.items() if np.isfinite(value)},
                 "pred": _given(others["pred"][row]) if "pred" in rewards.columns else None,
                 "length": lengths[row],
+                "truncated": bool(reasons[row] == "length"),
                 "failed": row in rewards.failures,
                 **{name: others[name][row] for name in ("outcome", "num_turns") if name in others},
                 **conversations[row],

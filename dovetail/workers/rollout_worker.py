@@ -46,6 +46,7 @@ class RolloutWorker(TrainingRole):
         self._agents: Agents | None = None
         self._num_calls = 0
         self._held: list[tuple[float, float]] = []
+        self._answered: list[tuple[float, float]] = []
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -118,7 +119,13 @@ class RolloutWorker(TrainingRole):
     @register(dispatch_mode=Dispatch.mesh("rollout", pad=True))
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """Responses for these prompts, `meta_info["n"]` of each side by side."""
-        engine = self._started()
+        start = time.time()
+        try:
+            return self._answers(self._started(), prompts)
+        finally:
+            self._answered = [*self._answered[-99:], (start, time.time())]
+
+    def _answers(self, engine: RolloutEngine, prompts: DataProto) -> DataProto:
         if not self._has_weights:
             raise EngineError(NO_WEIGHTS)
         if self._agents is not None:
@@ -155,15 +162,20 @@ class RolloutWorker(TrainingRole):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def take_activity(self) -> list[tuple[str, float, float]]:
         """What the engine did since the last call: `(generate_groups or commit_weights, start, end)`."""
-        held, self._held = self._held, []
+        held, self._held, answered, self._answered = self._held, [], self._answered, []
         busy = [] if self._groups is None else self._groups.take_busy()
-        spans = [("generate_groups", start, end) for start, end in busy]
+        spans = [("generate_groups", start, end) for start, end in [*answered, *busy]]
         return spans + [("commit_weights", start, end) for start, end in held]
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def snapshot_groups(self) -> DataProto | None:
         """What the unfinished groups of this engine have so far; they go on."""
         return None if self._groups is None else self._groups.snapshot()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def tool_calls(self) -> dict[str, tuple[str, float]]:
+        """Of groups of this engine that wait for a tool: its name, and for how many seconds."""
+        return {} if self._groups is None else self._groups.tool_calls()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def num_tokens(self) -> int:

@@ -232,6 +232,28 @@ def test_faults_of_one_trajectory_touch_no_other_and_are_named(folder: Path) -> 
         stream.start(prompts)
 
 
+def test_a_call_that_runs_is_named_with_its_draw(folder: Path) -> None:
+    async def waits(x: str) -> str:
+        while not may_end.is_set():
+            await asyncio.sleep(0.01)
+        return x
+
+    may_end = threading.Event()
+    engine, rollout = NativeEngine(folder), rollout_config()
+    stream = AgentStream(engine, rollout, agents_for(rollout, ScriptedTools(waits)), pad_token_id=0)
+    stream.start(task_prompts(3))
+    stream.generate_in_background()
+    wait_until(lambda: bool(stream.tool_calls()), "a call of a tool")
+    (uid, (name, seconds)), *_ = stream.tool_calls().items()
+    assert uid in ("draw-0", "draw-1", "draw-2")
+    assert name == "look"
+    assert 0.0 <= seconds < 60.0
+    may_end.set()
+    wait_until(lambda: stream.num_running == 0, "all groups")
+    assert stream.tool_calls() == {}
+    stream.close()
+
+
 def test_a_trajectory_that_ends_before_its_first_turn_is_a_row_without_a_response(folder: Path) -> None:
     class Closed(ScriptedTools):
         async def open(self, task: Any, state: Any = None) -> Any:

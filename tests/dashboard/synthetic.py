@@ -33,6 +33,7 @@ def metrics_row(step: int, steps: int = 100) -> dict[str, Any]:
     }
     if step % 10 == 0:
         row["val-core/toy/acc/mean@1"] = reward
+        row |= {"val-aux/response_length/mean": 110 + 10 * wave, "val-aux/response_length/clip_ratio": 0.0625}
     return row
 
 

@@ -47,6 +47,11 @@ TROUBLES: dict[str, Change] = {
     "policy_jump": lambda step, row: {"actor/ppo_kl": late(step, 0.4, 0.001)},
     "reward_falls": lambda step, row: {"critic/score/mean": late(step, 0.2, row["critic/score/mean"])},
     "hacking": lambda step, row: {"val-core/toy/acc/mean@1": late(step, 0.2, 0.5)} if step % 10 == 0 else {},
+    "val_truncation": lambda step, row: (
+        {"val-core/toy/acc/mean@1": late(step, 0.2, 0.5), "val-aux/response_length/clip_ratio": late(step, 0.4, 0.05)}
+        if step % 10 == 0
+        else {}
+    ),
     "one_phase": lambda step, row: {"timing_s/gen": 50.0, "timing_s/step": 52.2},
 }
 

@@ -473,12 +473,19 @@ def test_the_page_follows_a_run_that_writes(page: Page, tmp_path: Path) -> None:
             folder.write_answers(step, [answer_row(step, row) for row in range(16)])
             folder.log_timeline(step, [(w, p, s, e, m) for w, p, s, e, m in timeline_row(step)["spans"]])
             expect(page.locator("#status")).to_contain_text(f"step {step} of 9")
+        expect(page.locator("#message")).to_be_hidden()
         drawn(page, "reward")
         until(page, "() => document.querySelector('.plot[data-chart=\"reward\"]').data[0].x.length === 2")
         page.keyboard.press("3")
         expect(page.locator(".summary")).to_contain_text("in step 2")
         folder.write_answers(3, [answer_row(3, row) for row in range(16)])
         expect(page.locator(".summary")).to_contain_text("in step 3")
+        folder.write_now(step=3, total_steps=9, phase="gen", waits="the trainer waits for draw 12")
+        page.keyboard.press("2")
+        expect(page.locator(".sentence")).to_contain_text("Right now: generation, step 3: the trainer waits for")
+        folder.write_now(step=3, total_steps=9, phase=None, failed="It failed: no progress for 300 s.")
+        expect(page.locator("#status")).to_contain_text("stopped")
+        expect(page.locator("#message")).to_contain_text("no progress for 300 s")
 
 
 def test_a_broken_place_in_the_address_is_a_message(page: Page, server: Server) -> None:

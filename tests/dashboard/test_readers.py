@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dovetail.dashboard.async_view import busy_shares, staleness, waits
+from dovetail.dashboard.async_view import busy_shares, idle_shares, staleness, waits
 from dovetail.dashboard.charts import OVERVIEW, binned_means, names_of, points, smoothed, thinned
 from dovetail.dashboard.config_view import config_rows, read_config
 from dovetail.dashboard.response_file import ResponseFile, parse_head
@@ -176,8 +176,68 @@ def test_waiting_is_named_by_what_the_other_side_does(tmp_path: Path) -> None:
     assert idle["commit_weights"] == pytest.approx([0.5 / 6] * 2)
     words = what_it_waits_for(run.metrics, run.timelines)
     assert "is waiting for groups, then actor update" in words["sentence"]
-    assert "the trainer works 50% of the time and the engines 75%" in words["sentence"]
+    # Of the 6 seconds of a step an engine generates 4; the run was resumed after step 4.
+    assert "In the last 4 steps the trainer works 50% of the time and the engines 67%" in words["sentence"]
     assert "max_staleness" in words["advice"]
+
+
+def test_idle_and_busy_shares_of_each_side_are_the_whole_step() -> None:
+    spans = [
+        {"worker": row, "phase": phase, "start": start, "end": end, "memory": None}
+        for row, phase, start, end in [
+            ("driver", "gen", 0.0, 3.0), ("driver", "testing", 6.0, 10.0), ("worker 0", "update_actor", 3.0, 6.0),
+            ("engine 0", "generate_groups", 0.0, 9.0), ("engine 0", "commit_weights", 5.0, 6.0),
+            ("engine 1", "generate_groups", 10.0, 10.0),
+        ]
+    ]  # fmt: skip
+    idle, busy = idle_shares(spans), busy_shares(spans)
+    assert idle == pytest.approx({"groups": 0.3, "testing": 0.4, "draws": 0.55, "commit_weights": 0.05})
+    assert busy == pytest.approx({"worker": 0.3, "engine": 0.4})
+
+
+def test_the_time_that_a_run_was_down_is_nobodys_wait(tmp_path: Path) -> None:
+    folder = write_async_run(tmp_path / "run")
+    rows = [json.loads(text) for text in (folder / "timeline.jsonl").read_text().splitlines()]
+    for row in rows[6:]:
+        row["time"] += 86_400
+    (folder / "timeline.jsonl").write_text("".join(map(line, rows)))
+    (folder / "events.jsonl").write_text(line({"time": 0.0, "kind": "resume", "step": 6}))
+    run = Runs([folder]).get("run")
+    several = run.timelines.of(8, count=3)
+    assert several is not None
+    assert several["starts"] == [{"step": 7, "start": 0.0}, {"step": 8, "start": 6.0}]
+    before = run.timelines.of(6, count=3)
+    assert before is not None
+    assert [start["step"] for start in before["starts"]] == [4, 5, 6]
+    assert "In the last 2 steps the trainer works 50% of" in what_it_waits_for(run.metrics, run.timelines)["sentence"]
+
+
+def test_the_start_of_a_run_is_no_step(tmp_path: Path) -> None:
+    """Building models takes longer than any step; until a step has a timeline nothing is said of who works."""
+    folder = write_async_run(tmp_path / "run")
+    row = json.loads((folder / "timeline.jsonl").read_text().splitlines()[0])
+    (folder / "timeline.jsonl").write_text(line(row | {"step": 0}))
+    run = Runs([folder]).get("run")
+    assert "works" not in what_it_waits_for(run.metrics, run.timelines)["sentence"]
+
+
+def test_the_seconds_of_a_step_say_when_validation_is_in_them(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    run = Runs([folder]).get("run")
+    assert "included" not in what_it_waits_for(run.metrics, run.timelines)["sentence"]
+    rows = [metrics_row(step) | {"timing_s/testing": 1.0} for step in range(1, 9)]
+    (folder / "metrics.jsonl").write_text("".join(map(line, rows)))
+    run.refresh()
+    sentence = what_it_waits_for(run.metrics, run.timelines)["sentence"]
+    assert "s, validation and checkpoints included) is generation" in sentence
+
+
+def test_of_engines_that_take_turns_with_the_trainer_the_page_says_how_to_overlap_them(tmp_path: Path) -> None:
+    folder = write_async_run(tmp_path / "run")
+    rows = [metrics_row(step) | {"timing_s/gen": 9.0, "timing_s/step": 12.0} for step in range(1, 9)]
+    (folder / "metrics.jsonl").write_text("".join(map(line, rows)))
+    run = Runs([folder]).get("run")
+    assert "one_step_off" in what_it_waits_for(run.metrics, run.timelines)["advice"]
 
 
 def test_staleness_is_shares_of_tokens_up_to_the_largest_lag_seen(tmp_path: Path) -> None:

@@ -6,10 +6,12 @@ import re
 from pathlib import Path
 
 import pytest
+from matplotlib.axes import Axes
 
 from dovetail.api.run import Run
 from dovetail.cli.main import main
-from dovetail.dashboard.run_files import DashboardError
+from dovetail.dashboard import report
+from dovetail.dashboard.run_files import DashboardError, MetricsTable
 from tests.dashboard.synthetic import line, validation_row, write_config, write_run
 
 pytestmark = pytest.mark.unit
@@ -32,7 +34,14 @@ def test_a_report_is_complete_in_itself_and_escapes_what_the_model_wrote(
     assert "run&lt;i&gt;" in html
     assert html.count("<svg") == 9
     assert not re.findall(r"(?:src|href)=[\"'](?!#)", html)
-    for words in ("At step 10 I say 1.", "toy/acc/mean@1", "trainer.total_training_steps", "is generation, then"):
+    for words in (
+        "At step 10 I say 1.",
+        "toy/acc/mean@1",
+        "<th>share truncated</th>",
+        "<td>0.0625</td>",
+        "trainer.total_training_steps",
+        "is generation, then",
+    ):
         assert words in html
     assert len(html) < 1_000_000
 
@@ -51,3 +60,18 @@ def test_a_report_refuses_in_words_what_it_cannot_report(tmp_path: Path, capsys:
     # From Python, too: the page would replace its own picture.
     with pytest.raises(DashboardError, match=r"must end in \.html"):
         Run(tmp_path / "runs" / "a").report(tmp_path / "x.png")
+
+
+def test_shares_begin_at_zero_as_on_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bottoms = {}
+    draw = report._draw
+
+    def watched(axes: Axes, table: MetricsTable, names: list[str], *, share: bool) -> None:
+        draw(axes, table, names, share=share)
+        bottoms[names[0]] = axes.get_ylim()[0]
+
+    monkeypatch.setattr(report, "_draw", watched)
+    run = write_run(tmp_path / "run", steps=30, rollouts_per_step=8)
+    assert main(["report", str(run)]) == 0
+    assert bottoms["response_length/clip_ratio"] == 0.0
+    assert bottoms["actor/grad_norm"] > 0.0

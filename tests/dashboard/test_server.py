@@ -15,7 +15,7 @@ from dovetail.dashboard import runs
 from dovetail.dashboard.app import HOST, bind, build_app, plotly_file
 from dovetail.dashboard.runs import Run, Runs
 from dovetail.observability.run_folder import RunFolder
-from tests.dashboard.synthetic import answer_row, line, metrics_row, write_config, write_run
+from tests.dashboard.synthetic import answer_row, line, metrics_row, write_async_run, write_config, write_run
 
 pytestmark = pytest.mark.unit
 PAGE = Path(__file__).parents[2] / "dovetail" / "dashboard" / "page"
@@ -172,6 +172,20 @@ def test_a_run_that_was_asked_to_stop_is_stopped_while_its_process_lives_and_not
         reply = client(run).get("/api/overview?run=run").json()
         assert reply["status"]["state"] == state
         assert not any("process is gone" in warning["evidence"] for warning in reply["warnings"])
+
+
+def test_a_run_that_waits_says_for_whom_and_one_that_failed_says_why(tmp_path: Path) -> None:
+    run = write_async_run(tmp_path / "run", steps=4)
+    here = {"step": 5, "total_steps": 9, "host": socket.gethostname(), "pid": os.getpid(), "time": 70.0, "since": 60.0}
+    words = "the trainer waits for draw 12 for 10 s; draw 12 waits for its score for 10 s"
+    (run / "now.json").write_text(line({**here, "phase": "gen", "waits": words}))
+    status = client(run).get("/api/async?run=run").json()["status"]
+    assert (status["phase"], status["phase_since"], status["waits"]) == ("waiting for groups", 60.0, words)
+    failed = f"It failed in phase 'gen' of step 5: no progress for 300 s: {words}."
+    (run / "now.json").write_text(line({**here, "phase": None, "failed": failed}))
+    reply = client(run).get("/api/overview?run=run").json()
+    assert (reply["status"]["state"], reply["status"]["message"]) == ("stopped", failed)
+    assert reply["warnings"][0]["evidence"] == f"The last step is 4 of 9. {failed}"
 
 
 def test_what_a_run_does_now_is_said_in_the_words_of_the_page(tmp_path: Path) -> None:

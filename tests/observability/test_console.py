@@ -66,6 +66,16 @@ def test_no_line_is_wider_than_the_terminal(width: int) -> None:
     assert max(map(len, show(state, state.started + 100, width).splitlines())) <= width
 
 
+def test_a_long_line_is_cut_and_not_its_label() -> None:
+    state = ConsoleState("p/e", 20)
+    state.end_step(2, METRICS | {"val-core/a/data/source/with/a/long/name/acc/mean@4": 0.5, "perf/mfu/actor": 0.4})
+    lines = show(state, state.started, 60).splitlines()
+    assert [line[2:14].strip() for line in lines if "a/data" in line or "tokens/s" in line] == [
+        "validation",
+        "last step",
+    ]
+
+
 def test_the_height_does_not_change_between_phases() -> None:
     state = ConsoleState("p/e", 20)
     state.end_step(1, METRICS)
@@ -101,6 +111,17 @@ def test_scores_of_a_validation_are_on_the_line_of_the_step_alone() -> None:
     console.end_step(0, {"val-core/addition/acc/mean@1": 0.25})
     console.event("validation", 1, {"val/loss": 0.5})
     assert stream.getvalue() == "step 0/100  addition acc mean@1 0.250\nstep 1: validation (val/loss 0.5)\n"
+
+
+def test_lengths_of_a_validation_are_beside_its_scores() -> None:
+    stream = io.StringIO()
+    console = make_console("p/e", 100, stream=stream)
+    lengths = {"val-aux/response_length/mean": 61.25, "val-aux/response_length/clip_ratio": 0.375}
+    console.end_step(0, {"val-core/addition/acc/mean@1": 0.25, **lengths})
+    assert stream.getvalue() == "step 0/100  addition acc mean@1 0.250  val len 61.25  val truncated 38%\n"
+    state = ConsoleState("p/e", 20)
+    state.end_step(2, {**METRICS, **lengths})
+    assert "gsm8k acc mean@4 0.250   val len 61.25   val truncated 38%   step 2" in show(state, state.started, 100)
 
 
 def test_a_step_without_a_number_has_no_line() -> None:

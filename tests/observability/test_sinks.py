@@ -171,6 +171,7 @@ def clearml_task(calls: Calls) -> type:
         def init(
             cls, *, project_name: str, task_name: str, continue_last_task: bool | int, output_uri: bool | None
         ) -> Task:
+            assert continue_last_task is not True, "ClearML would count the steps on from those of the task so far"
             calls.opened.append({"project": project_name, "name": task_name})
             return cls()
 
@@ -224,6 +225,17 @@ def test_a_resumed_run_continues_the_same_wandb_run(tmp_path: Path, calls: Calls
     log_steps("wandb", tmp_path)
     assert [run["id"] for run in calls.opened] == [None, "made-id"]
     assert calls.closed == 2
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow"])
+def test_a_new_run_in_a_used_folder_is_a_new_run_of_the_tracker(tmp_path: Path, calls: Calls, name: str) -> None:
+    """W&B drops steps below those it has, which were all steps of the new run."""
+    log_steps(name, tmp_path)
+    with Tracker([name], RunFolder(tmp_path), project="project", experiment="experiment", config=CONFIG) as tracker:
+        tracker.start()
+        tracker.log(1, {"x": 1.0})
+    assert [run["id"] for run in calls.opened] == [None, "made-id", None]
+    assert calls.closed == 3
 
 
 @pytest.mark.parametrize(

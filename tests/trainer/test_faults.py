@@ -156,6 +156,8 @@ def test_a_worker_that_is_killed_inside_a_run_is_named_and_nothing_is_left(toy: 
         assert event["phase"] is not None
         assert f"In phase {event['phase']!r} of step {event['step']}. The same command continues" in text
         assert "Traceback" not in text.partition(" died ")[0]
+        who = f"{event['role']}[rank {event['rank']}], {event['method']}: {event['reason']}"
+        assert run.now()["failed"] == f"It failed in phase {event['phase']!r} of step {event['step']}: {who}"
         assert CheckpointStore(run.folder).latest() is not None
         all_end(tag)
 

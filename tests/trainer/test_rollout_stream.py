@@ -120,6 +120,7 @@ def make(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
         apart: bool = False,
         folder: str = "",
         kind: type[Scripted] = Scripted,
+        waits: list[str] | None = None,
         **settings: Any,
     ) -> tuple[RolloutStream, Scripted]:
         keys = {"mode": "fully_async", "max_staleness": 1, **settings}
@@ -131,6 +132,7 @@ def make(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
             draw_prompts=numbered_prompts(GROUPS, [1]),
             total_steps=9,
             scores=GroupScores(scores),
+            on_wait=([] if waits is None else waits).append,
         )
         generator: Any = stream._generator
         return stream, generator
@@ -143,10 +145,13 @@ def uids(batch: DataProto) -> list[str]:
 
 
 def test_an_engine_that_generates_nothing_is_named(make: Make) -> None:
-    stream, generator = make(stall_timeout_s=0.2)
+    waits: list[str] = []
+    stream, generator = make(stall_timeout_s=0.2, waits=waits)
     generator.finishing, generator.progress = 0, 0.0
     with pytest.raises(StalledError, match=r"the trainer waits for draws? 0.*waits for engine 0"):
         stream.next(1)
+    assert all("the trainer waits for draws 0" in words and "waits for engine 0" in words for words in waits)
+    assert len(waits) > 1, "it is said before the run ends"
 
 
 def test_what_was_lost_is_started_again_once(make: Make) -> None:
@@ -408,6 +413,9 @@ class Writing:
     def num_tokens(self) -> list[int]:
         return [self.num_polls]
 
+    def tool_calls(self) -> list[dict[str, tuple[str, float]]]:
+        return [{}]
+
 
 def test_engines_that_write_do_not_stall_however_short_the_limit(toy: Toy, tmp_path: Path) -> None:
     keys = {"mode": "fully_async", "max_staleness": 0, "stall_timeout_s": STALL_S}
@@ -439,6 +447,9 @@ class Calls:
     def num_tokens(self) -> list[int]:
         return [0]
 
+    def tool_calls(self) -> list[dict[str, tuple[str, float]]]:
+        return [{"draw-0": ("search", 40.0)}]
+
     def abort_groups(self, names: list[str]) -> None: ...
 
     def generate_groups(self, request: DataProto | None, *_: Any) -> list[DataProto | None]:
@@ -455,6 +466,25 @@ def on_own_devices(known: DataProto | None = None) -> tuple[OnOwnDevices, list[t
     group = Calls(known)
     engines: Any = type("Engines", (), {"group": group, "num_restarts": 0})()
     return OnOwnDevices(engines, 300.0), group.calls
+
+
+def test_a_tool_that_takes_long_is_named_and_not_its_engine(make: Make) -> None:
+    class Searching(Scripted):
+        def tool_calls(self) -> dict[str, tuple[str, float]]:
+            return {f"draw-{number}": ("search", 0.0) for number in range(GROUPS)}
+
+    stream, generator = make(stall_timeout_s=0.2, kind=Searching)
+    generator.finishing, generator.progress = 0, 0.0
+    with pytest.raises(StalledError, match=r"the trainer waits for draws 0.*; draw 0 waits for tool search for 0 s\.$"):
+        stream.next(1)
+
+
+def test_how_long_tools_run_is_counted_on_the_drivers_clock() -> None:
+    generator, _ = on_own_devices(named("draw-0"))
+    generator.snapshot()
+    name, began = generator.tool_calls()["draw-0"]
+    assert name == "search"
+    assert time.monotonic() - began == pytest.approx(40.0, abs=5.0)
 
 
 def test_engines_are_sent_the_tokens_of_the_draws_that_start_and_of_no_other() -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from dovetail.controller.errors import WorkerError, describe_exception
-from dovetail.observability.run_folder import RunFolder
+from dovetail.observability.run_folder import RunFolder, read_json_lines
 from dovetail.protocol import DataProto
 from dovetail.rollout.base import EngineDiedError
 from dovetail.trainer.engines import SeparateEngines
@@ -50,6 +50,16 @@ def test_a_run_on_separate_engines_is_the_run_on_shared_ones(toy: Toy, tmp_path:
     for step in range(1, STEPS + 1):
         assert answers(separate, step) == answers(tmp_path, step)
     assert_close(RunFolder(separate).read_metrics(), shared)
+
+
+def test_the_timeline_has_what_separate_engines_did(separate: Path) -> None:
+    lines = {line["step"]: line["spans"] for line in read_json_lines(separate / "timeline.jsonl")}
+    assert list(lines) == list(range(STEPS + 1))
+    for step in range(1, STEPS + 1):
+        assert {("engine 0", "generate_groups"), ("engine 1", "generate_groups")} <= {
+            (row, what) for row, what, *_ in lines[step]
+        }
+    assert [row for row, what, *_ in lines[STEPS] if what == "commit_weights"] == ["engine 0", "engine 1"]
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from dovetail.observability.run_folder import RunFolder, read_json_lines
+from dovetail.observability.stalls import StalledError
 from dovetail.observability.timers import PhaseTimers
 from dovetail.protocol import DataProto
 from dovetail.trainer.answers import RolloutRows
@@ -48,6 +49,35 @@ def test_a_run_writes_a_timeline_its_present_phase_and_the_text_of_tokens(toy: T
 
 
 @pytest.mark.e2e
+def test_a_run_that_stalls_says_so_in_its_folder_and_who_waited_before(
+    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = "the trainer waits for draw 3; draw 3 waits for engine 0"
+    noted = []
+
+    def stalls(trainer: RayPPOTrainer) -> dict[str, float]:
+        with trainer.timers("gen"):
+            trainer._note_wait(words)
+            trainer._wait_noted_at -= 60.0
+            trainer._note_wait(words)
+            noted.append(json.loads((tmp_path / "now.json").read_text()))
+            raise StalledError(f"no progress for 300 s: {words}.")
+
+    monkeypatch.setattr(RayPPOTrainer, "_train_step", stalls)
+    keys = {"data.val_files": str(toy.data / "val.parquet"), "trainer.val_before_train": True}
+    with pytest.raises(StalledError):
+        train(toy.config(tmp_path, keys))
+    assert (noted[0]["phase"], noted[0]["waits"]) == ("gen", words)
+    now = json.loads((tmp_path / "now.json").read_text())
+    assert now["failed"] == f"It failed in phase 'gen' of step 1: no progress for 300 s: {words}."
+    event = RunFolder(tmp_path).read_events()[-1]
+    assert (event["kind"], event["phase"], event["step"]) == ("stalled", "gen", 1)
+    # The validation before the first step is a phase, too: a page shows what the run does.
+    (start,) = read_json_lines(tmp_path / "timeline.jsonl")
+    assert "testing" in {phase for worker, phase, *_ in start["spans"] if worker == "driver"}
+
+
+@pytest.mark.e2e
 @pytest.mark.usefixtures("unfrozen")
 def test_what_two_steps_have_built_is_kept_from_the_garbage_collector(
     toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -77,6 +107,16 @@ def test_a_resumed_timeline_ends_where_the_run_resumes(tmp_path: Path) -> None:
     lines = list(read_json_lines(tmp_path / "timeline.jsonl"))
     assert lines == [
         {"step": step, "time": 100.0 + step, "spans": [["driver", "gen", 0.0, 1.5, None]]} for step in (1, 2)
+    ]
+
+
+@pytest.mark.unit
+def test_an_engine_that_did_nothing_in_a_step_is_on_its_timeline() -> None:
+    engines = [[("generate_groups", 1.5, 1.75)], []]
+    rows = take_timeline(PhaseTimers(), _ManyProcesses(), engines)  # type: ignore[arg-type]
+    assert [row for row in rows if row[0].startswith("engine ")] == [
+        ("engine 0", "generate_groups", 1.5, 1.75, None),
+        ("engine 1", "generate_groups", 2.0, 2.0, None),
     ]
 
 

@@ -32,8 +32,11 @@ class Numbers:
 
 def answer(prompts: DataProto, *, n: int, **_: Any) -> DataProto:
     batch = prompts.repeat(n, interleave=True)
-    batch.batch["response_mask"] = torch.ones(len(batch), 2, dtype=torch.long)
-    return batch
+    mask = torch.ones(len(batch), 2, dtype=torch.long)
+    mask[0, 1] = 0
+    batch.batch["response_mask"] = mask
+    reasons = ["stop", *["length"] * (len(batch) - 1)]
+    return batch.union(DataProto.from_dict(non_tensors={"finish_reason": np.array(reasons, dtype=object)}))
 
 
 def validated(loader: PromptLoader, scores: dict[str, list[Any]], n: int = 1) -> Validation:
@@ -70,3 +73,13 @@ def test_there_is_no_vote_where_the_reward_function_read_no_answer() -> None:
     loader = PromptLoader(Numbers(), PromptSampler([6], batch_size=6, shuffle=False, drop_last=False))
     metrics = validated(loader, {"score": [0.0, 1.0], "pred": [float("nan")] * 2}, n=2).metrics
     assert not [name for name in metrics if "/maj@" in name]
+
+
+def test_lengths_and_the_share_that_was_cut_off_are_beside_the_scores() -> None:
+    loader = PromptLoader(Numbers(), PromptSampler([6], batch_size=6, shuffle=False, drop_last=False))
+    validation = validated(loader, {"score": [1.0]})
+    lengths = {
+        name.rpartition("/")[2]: value for name, value in validation.metrics.items() if "response_length" in name
+    }
+    assert lengths == pytest.approx({"mean": 11 / 6, "max": 2.0, "min": 1.0, "clip_ratio": 5 / 6})
+    assert [row["truncated"] for row in validation.rows] == [False, *[True] * 5]

@@ -2,7 +2,7 @@
 
 import { ask, el, field, select } from "./dom.js";
 import { baseLayout, draw, drawWhenSeen, legend, lineLayout, lineTraces, plain } from "./plot.js";
-import { plotCard, showTimeline, waitColour } from "./panels.js";
+import { plotCard, rightNow, showTimeline, waitColour } from "./panels.js";
 import { lagColour } from "./tokens.js";
 import { go } from "./address.js";
 
@@ -13,9 +13,10 @@ export async function asynchronous(box, state) {
   const idle = plotCard("Idle share of a step, by what is waited for");
   const lags = plotCard("Trained tokens by staleness, per step");
   const histogram = plotCard("Trained tokens by staleness, whole run");
+  const now = el("p", { class: "card sentence", hidden: true });
   const grid = el("div", { class: "grid" }, line.card, idle.card, lags.card, histogram.card);
   line.card.classList.add("wide");
-  box.append(grid);
+  box.append(now, grid);
   const charts = new Map();
   let reply = null;
 
@@ -33,6 +34,8 @@ export async function asynchronous(box, state) {
   }
 
   function paint() {
+    now.textContent = rightNow(reply.status);
+    now.hidden = !now.textContent;
     drawTimeline();
     drawIdle();
     drawStaleness();
@@ -53,6 +56,7 @@ export async function asynchronous(box, state) {
     idle.card.hidden = !waits.length;
     if (!waits.length) return;
     idle.legend(waits.map((wait) => [wait.name, waitColour(wait.key)]));
+    idle.note(at[0] > Math.max(1, reply.timeline_steps[0]) ? `the last ${at.length} steps` : "");
     drawWhenSeen(idle.plot, () => draw(idle.plot, waits.map((wait) => ({
       x: at, y: wait.shares, mode: at.length < 60 ? "lines+markers" : "lines", name: plain(wait.name), line: { color: waitColour(wait.key), width: 2 }, marker: { size: 5 },
       hovertemplate: `%{y:.1%}  ${plain(wait.name)}<extra></extra>`,

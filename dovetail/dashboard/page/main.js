@@ -29,6 +29,14 @@ export function say(text) {
   $("message").hidden = !text;
 }
 
+// What the run itself has to say: why it ended, or what its folder lacks.
+function sayMessage() {
+  const message = state.runs.find((run) => run.name === state.run)?.message;
+  const box = $("message");
+  if (message || box.dataset.run) say(message);
+  if (message) box.dataset.run = "1"; else delete box.dataset.run;
+}
+
 function drawFrame() {
   $("run").replaceChildren(...state.runs.map((run) => el("option", { value: run.name, selected: run.name === state.run, text: run.name })));
   $("tabs").replaceChildren(...views().map((key, index) => [key, VIEWS[key][0], index]).map(([key, title, index]) =>
@@ -74,10 +82,10 @@ async function show() {
   current?.close?.();
   current = null;
   say(null);
+  delete $("message").dataset.run;
   const view = $("view");
   if (!state.run) { view.replaceChildren(el("p", { class: "empty", text: "No run is here yet." })); return; }
-  const run = state.runs.find((one) => one.name === state.run);
-  if (run?.message) say(run.message);
+  sayMessage();
   document.title = `${state.run} · dovetail`;
   const box = el("div", { class: `view ${state.view}` });
   view.replaceChildren(box);
@@ -105,6 +113,7 @@ async function lookForNews() {
       numRuns = reply.num_runs;
       state.runs = await ask("runs");
       drawFrame();
+      sayMessage();
       if (!first && changed.length) await current?.refresh?.();
     } else drawStatus();
     if ($("message").dataset.lost) { delete $("message").dataset.lost; say(null); }

@@ -16,11 +16,14 @@ export function plotCard(title, ...controls) {
 }
 
 // Waiting is drawn hatched: reds for engines, greys for the trainer.
-const WAIT_COLOURS = { groups: "#495057", rewards: "#d6336c", driver: "#ced4da", draws: "#e8590c", commit_weights: "#e03131" };
+const WAIT_COLOURS = { groups: "#64748b", rewards: "#d6336c", testing: "#f59f00", driver: "#ced4da", draws: "#e8590c", commit_weights: "#e03131" };
 export const waitColour = (reason) => WAIT_COLOURS[reason] ?? "#ced4da";
 
 // With engines on devices of their own the driver does not generate: it waits for groups.
 export const coloursOf = (words) => (phase) => (phase === "gen" && words.gen !== words.generate_groups ? waitColour("groups") : phaseColour(phase));
+
+// What a run does at this moment; where that takes long, who waits for whom.
+export const rightNow = (status) => (status.phase ? `Right now: ${status.phase}, step ${status.now_step}${status.waits ? `: ${status.waits}` : ""}. ` : "");
 
 const ROWS = ["driver", "worker", "engine"];
 const order = (row) => ROWS.indexOf(row.split(" ")[0]) * 1e6 + (Number(row.replace(/\D/g, "")) || 0);

@@ -2,7 +2,7 @@
 
 import { ask, el, field, short } from "./dom.js";
 import { baseLayout, draw, drawWhenSeen, legend, lineLayout, lineTraces, plain } from "./plot.js";
-import { coloursOf, plotCard, showTimeline } from "./panels.js";
+import { coloursOf, plotCard, rightNow, showTimeline } from "./panels.js";
 import { go } from "./address.js";
 
 export async function time(box, state) {
@@ -31,9 +31,8 @@ export async function time(box, state) {
   }
 
   function paint() {
-    const now = reply.status.phase ? `Right now: ${reply.status.phase}, step ${reply.status.now_step}. ` : "";
     sentence.replaceChildren(el("p", {}, el("strong", { text: reply.waits.sentence })),
-      el("p", { class: "soft", text: `${now}${reply.waits.advice}` }));
+      el("p", { class: "soft", text: `${rightNow(reply.status)}${reply.waits.advice}` }));
     drawBars();
     drawAgents();
     drawRates();
