@@ -33,8 +33,12 @@ class Run:
 
     def frame(self) -> DataFrame:
         """The metrics as a `pandas.DataFrame`, indexed by step. Needs pandas."""
-        import pandas
-
+        try:
+            import pandas
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(
+                "frame() needs pandas: pip install pandas; `metrics` has the same rows"
+            ) from error
         return pandas.DataFrame(self.metrics).set_index("step")
 
     @property

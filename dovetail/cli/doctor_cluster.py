@@ -77,11 +77,11 @@ def _counted(results: list[PathResult]) -> str:
 
 
 def _site(folder: Path, args: argparse.Namespace) -> Site:
-    """All GPUs of this machine or of the Ray cluster; two processes where there is no GPU."""
+    """All GPUs of this machine or of the Ray cluster; two processes where there is none or the CPU is asked for."""
     overrides = tuple(args.items)
     address = next((item.partition("=")[2] for item in overrides if item.startswith("ray_init.address=")), None)
     gpus = _gpus_by_node(address or os.environ.get("RAY_ADDRESS"))
-    if not any(gpus):
+    if not any(gpus) or "trainer.device=cpu" in overrides:
         return Site(folder, "cpu", max(1, len(gpus)), args.devices or _CPU_PROCESSES, overrides)
     # Nodes without a GPU (a head node) take no part; groups are as large on each node as on the smallest.
     each = [count for count in gpus if count]

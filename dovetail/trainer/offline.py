@@ -64,10 +64,11 @@ class OfflineTrainer(BaseTrainer[OfflineGroups]):
         self.utilisation.ask_peaks(trains=groups.group)
 
     def _train_step(self) -> Metrics:
-        metrics: Metrics = {"training/global_step": self.global_step, "training/epoch": self.train_loader.epoch}
+        metrics: Metrics = {"training/global_step": self.global_step}
         with self.timers("step"):
             with self.timers("data"):
                 batch = self._prepared(self.train_loader.next_batch(), "train")
+            metrics["training/epoch"] = self.train_loader.epoch
             with self.timers(self._phase):
                 rows = self._laid_out(batch)
                 reported = update_metrics(self.groups.group.update(rows))

@@ -112,10 +112,14 @@ class RayPPOTrainer(BaseTrainer[RoleGroups]):
         self.utilisation.ask_peaks(trains=groups.actor_rollout, generates=generates)
 
     def _train_step(self) -> Metrics:
-        metrics: Metrics = {"training/global_step": self.global_step, "training/epoch": self.train_loader.epoch}
+        metrics: Metrics = {"training/global_step": self.global_step}
         with self.timers("step"):
             with self.timers("gen"):
-                rollout = self.collect() if self._recording is None else self._recording.read(self.global_step)
+                if self._recording is None:
+                    rollout = self.collect()
+                    metrics["training/epoch"] = self.train_loader.epoch
+                else:
+                    rollout = self._recording.read(self.global_step)
             rollout.metrics = metrics | rollout.metrics
             batch, learned = self.learn(rollout)
         metrics |= learned

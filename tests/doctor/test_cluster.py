@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import importlib.metadata
 import json
@@ -12,6 +13,7 @@ import torch
 from ray.exceptions import RayTaskError
 
 import dovetail
+from dovetail.cli import doctor_cluster
 from dovetail.cli.main import main
 from dovetail.doctor import paths
 from dovetail.doctor.cluster import run_paths, select
@@ -103,6 +105,17 @@ def test_sglang_is_tried_where_it_is_installed_or_a_python_that_has_it_is_named(
     assert path.missing(site) == "sglang is not installed"
     monkeypatch.setenv(PYTHON_VARIABLE, "python")
     assert path.missing(site) == ""
+
+
+@pytest.mark.unit
+def test_a_cluster_with_gpus_is_tried_on_its_cpus_when_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_cluster, "_gpus_by_node", lambda address: [0, 8, 4])
+    words = argparse.Namespace(items=["ray_init.address=auto"], devices=None)
+    there = doctor_cluster._site(tmp_path, words)
+    assert (there.on_cuda, there.num_nodes, there.devices_per_node) == (True, 2, 4)
+    words.items.append("trainer.device=cpu")
+    there = doctor_cluster._site(tmp_path, words)
+    assert (there.on_cuda, there.num_nodes, there.devices_per_node) == (False, 3, 2)
 
 
 @pytest.mark.unit
