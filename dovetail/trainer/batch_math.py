@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any
 
+import numpy as np
 import torch
 
 from dovetail.algorithms import (
@@ -178,7 +180,7 @@ def _reward_components(batch: DataProto, keys: Sequence[str]) -> torch.Tensor | 
 
 
 def _is_finite_number(value: Any) -> bool:
-    return isinstance(value, (bool, int, float)) and math.isfinite(value)
+    return isinstance(value, (Real, np.bool_)) and math.isfinite(value)
 
 
 def add_baselines(batch: DataProto, greedy: DataProto) -> DataProto:

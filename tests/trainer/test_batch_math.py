@@ -214,3 +214,11 @@ def test_gdpo_names_the_reward_that_is_missing(columns: dict[str, Any], message:
     algorithm = AlgorithmConfig(adv_estimator="gdpo", gdpo_reward_keys=["score", "format"])
     with pytest.raises(RewardError, match=message):
         add_advantages(batch, algorithm, num_repeat=2)
+
+
+def test_gdpo_takes_numpys_numbers() -> None:
+    numbers = np.array([np.float32(1.0), np.bool_(False)], dtype=object)
+    batch = batch_of([1.0, 0.0], ["a", "a"], score=np.array([1.0, 0.0]), format=numbers)
+    algorithm = AlgorithmConfig(adv_estimator="gdpo", gdpo_reward_keys=["score", "format"])
+    found = add_advantages(batch, algorithm, num_repeat=2)
+    assert found.tensors["advantages"][0].max() > 0
