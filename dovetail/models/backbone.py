@@ -44,7 +44,7 @@ class TransformerBackbone(nn.Module):
         self.use_remove_padding = use_remove_padding
         self.share_prefixes = share_prefixes
         if use_remove_padding:
-            _refuse_to_pack(hf_model)
+            refuse_to_pack(hf_model)
             hf_model.set_attn_implementation(register_packed_attention())
 
     def prepare(
@@ -133,7 +133,7 @@ class TransformerBackbone(nn.Module):
         return self.hf_model.config.get_text_config()._attn_implementation
 
 
-def _refuse_to_pack(hf_model: Any) -> None:
+def refuse_to_pack(hf_model: Any) -> None:
     """Layers with a state, such as linear attention, see whatever lies before a token in the row."""
     kinds = set(getattr(hf_model.config.get_text_config(), "layer_types", None) or ())
     other = sorted(kinds - {"full_attention", "sliding_attention"})

@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from dovetail.config.errors import name_some
+from dovetail.models.backbone import refuse_to_pack
 from dovetail.models.errors import ModelError
 from dovetail.models.load import Role, build_meta_model
 from dovetail.models.weights import lacks_head, load_weights, unread_tensors
@@ -31,8 +32,11 @@ def check_model_folder(
     override_config: Mapping[str, Any] | None = None,
     trust_remote_code: bool = False,
     headers_only: bool = True,
+    packs: bool = False,
 ) -> None:
     """Raise ModelError (or FileNotFoundError) if the network that `config.json` describes cannot be read from `path`.
+
+    `packs`: also if it would mix sequences that are packed.
 
     Tensors without a place are looked for with the config as the folder has it: whoever overrides the number of layers
     means to leave some out.
@@ -61,6 +65,8 @@ def check_model_folder(
         )
     if override_config:
         model = build_meta_model(path, role, override_config=override_config, trust_remote_code=trust_remote_code)
+    if packs:
+        refuse_to_pack(model)
     load_weights(nn.ModuleDict({"hf_model": model}), path, headers_only=headers_only)
 
 

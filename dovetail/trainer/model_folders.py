@@ -47,6 +47,7 @@ def refuse_broken_models(config: DovetailConfig, *, on_hub: bool = True, headers
     roles: dict[str, Role] = {"critic.model": "value", "reward_model.model": "reward"}
     if config.trainer.method == "reward":  # trained from either kind; `model=` names both keys
         roles["actor_rollout_ref.model"] = "value"
+    policy = config.actor_rollout_ref
     with Refusals() as refused:
         for name, model in _known_models(config).items():
             if not on_hub and is_hub_name(model.path):
@@ -54,6 +55,10 @@ def refuse_broken_models(config: DovetailConfig, *, on_hub: bool = True, headers
             settings = {"override_config": model.override_config, "trust_remote_code": model.trust_remote_code}
             settings["headers_only"] = headers_only or model.path in read
             read.add(model.path)
+            section: Any = getattr(config, name.partition(".")[0])
+            strategy = getattr(section, "strategy", None) or policy.actor.strategy
+            packs = getattr(model, "use_remove_padding", policy.model.use_remove_padding)
+            settings["packs"] = packs and strategy != "megatron"
             with refused.part():
                 check_model_folder(model_folder(model.path), roles.get(name, "policy"), **settings)
 

@@ -50,6 +50,13 @@ def test_a_folder_of_each_family_passes_as_policy_and_as_critic(family: str, tmp
     check_model_folder(tmp_path, "value")
 
 
+def test_a_model_that_cannot_be_packed_is_refused_where_sequences_are(tmp_path: Path) -> None:
+    folder = save_tiny_model("falcon_h1", tmp_path)
+    check_model_folder(folder)
+    with pytest.raises(ModelError, match=r"hybrid layers.* set use_remove_padding=False"):
+        check_model_folder(folder, packs=True)
+
+
 def test_a_language_model_is_refused_as_a_reward_model(tmp_path: Path) -> None:
     folder = save_tiny_model("llama", tmp_path)
     with pytest.raises(ModelError, match=r"is no reward model: its weights have no head .* `dovetail reward`"):

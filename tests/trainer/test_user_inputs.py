@@ -22,6 +22,7 @@ from dovetail.trainer.method import RunOptions, open_method
 from dovetail.trainer.model_folders import refuse_broken_models
 from dovetail.trainer.shared_folder import with_absolute_folders
 from tests.programs import holding
+from tests.models.tiny import save_tiny_model
 from tests.trainer.toy_run import DAPO, Toy, toy_rows
 
 pytestmark = pytest.mark.e2e
@@ -89,6 +90,13 @@ def test_a_broken_model_is_one_line_and_no_traceback(
     [line] = [line for line in shown.splitlines() if str(folder) in line]
     assert said[what] in line
     assert "Traceback" not in shown
+
+
+def test_a_model_that_cannot_be_packed_is_refused_before_a_process_starts(toy: Toy, tmp_path: Path) -> None:
+    keys = {"actor_rollout_ref.model.path": str(save_tiny_model("falcon_h1", tmp_path))}
+    with pytest.raises(ModelError, match="set use_remove_padding=False"):
+        refuse_broken_models(toy.config(tmp_path, keys))
+    refuse_broken_models(toy.config(tmp_path, {**keys, "actor_rollout_ref.model.use_remove_padding": False}))
 
 
 def test_a_network_whose_module_only_workers_import_is_not_looked_at_before(toy: Toy, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ def _policy(run: Examined) -> Findings:
     if actor.use_dynamic_bsz and not model.use_remove_padding:
         yield run.warning(
             "<model.use_remove_padding> computes padding, which <actor.use_dynamic_bsz> does not count, so memory may "
-            "not suffice; set @model.use_remove_padding=True."
+            "not suffice; set @model.use_remove_padding=True, if the model can be packed."
         )
     if actor.freeze_vision_tower and run.shape is not None and not run.shape.vision:
         yield run.warning(f"<actor.freeze_vision_tower>, but {run.shape.model_type} has no vision tower; take it out.")
