@@ -21,8 +21,8 @@ from dovetail.observability.run_folder import read_json_lines
 from dovetail.trainer.method import RunOptions, open_method
 from dovetail.trainer.model_folders import refuse_broken_models
 from dovetail.trainer.shared_folder import with_absolute_folders
-from tests.programs import holding
 from tests.models.tiny import save_tiny_model
+from tests.programs import holding
 from tests.trainer.toy_run import DAPO, Toy, toy_rows
 
 pytestmark = pytest.mark.e2e
