@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from dovetail.models.attention import PACKED_ATTENTION, register_packed_attention
 from dovetail.models.errors import ModelError
@@ -142,6 +143,21 @@ def refuse_to_pack(hf_model: Any) -> None:
             f"{type(hf_model).__name__} has {', '.join(other) or 'recurrent'} layers, in which packed sequences would "
             "mix; set use_remove_padding=False for this model."
         )
+
+
+def refuse_layers_before_the_head(hf_model: Any) -> None:
+    """`PolicyModel` computes logits from the backbone's states; what a model puts in between, as BERT does, is not."""
+    head = hf_model.get_output_embeddings()
+    if head is None:
+        raise ModelError(f"{type(hf_model).__name__} has no output layer that writes tokens; give a language model.")
+    around = next((part for part in hf_model.modules() if any(inner is head for inner in part.children())), head)
+    for part in (around, getattr(hf_model, "lm_head", head)):
+        others = {id(parameter) for parameter in part.parameters()} - {id(parameter) for parameter in head.parameters()}
+        if others and not isinstance(part, PreTrainedModel):
+            raise ModelError(
+                f"{type(hf_model).__name__} has layers between its states and its output layer "
+                f"({type(part).__name__}), which dovetail does not compute; use a model without."
+            )
 
 
 def checked_layer(layer: nn.Module) -> nn.Module:

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from dovetail.config.errors import name_some
-from dovetail.models.backbone import refuse_to_pack
+from dovetail.models.backbone import refuse_layers_before_the_head, refuse_to_pack
 from dovetail.models.errors import ModelError
 from dovetail.models.load import Role, build_meta_model
 from dovetail.models.weights import lacks_head, load_weights, unread_tensors
@@ -65,6 +65,8 @@ def check_model_folder(
         )
     if override_config:
         model = build_meta_model(path, role, override_config=override_config, trust_remote_code=trust_remote_code)
+    if role == "policy":
+        refuse_layers_before_the_head(model)
     if packs:
         refuse_to_pack(model)
     load_weights(nn.ModuleDict({"hf_model": model}), path, headers_only=headers_only)

@@ -14,7 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dovetail.models.backbone import TransformerBackbone, checked_layer, predicting_positions
+from dovetail.models.backbone import (
+    TransformerBackbone,
+    checked_layer,
+    predicting_positions,
+    refuse_layers_before_the_head,
+)
 from dovetail.models.exact import ExactLinear, log_probs_with_gradient
 from dovetail.models.head import (
     EntropyMemory,
@@ -71,6 +76,7 @@ class PolicyModel(TransformerBackbone):
         The last two save memory on the entropy of the plain head (`EntropyMemory`); the fused one holds no logits.
         """
         super().__init__(hf_model, use_remove_padding=use_remove_padding, share_prefixes=share_prefixes)
+        refuse_layers_before_the_head(hf_model)
         self.use_fused_kernels = use_fused_kernels
         self.head_chunk_size = head_chunk_size
         self.use_triton = use_triton

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import AutoModelForCausalLM, BertConfig, ModernBertDecoderConfig
 
 from dovetail.models import attention
 from dovetail.models.activations import enable_gradient_checkpointing
@@ -126,6 +127,17 @@ def test_layers_in_which_packed_sequences_would_mix_are_refused() -> None:
             PolicyModel(model)
     finally:
         del type(model)._is_stateful
+
+
+@pytest.mark.parametrize(
+    ("family", "part"),
+    [(ModernBertDecoderConfig, "ModernBertDecoderPredictionHead"), (BertConfig, "BertLMPredictionHead")],
+)
+def test_layers_before_the_head_are_refused(family: type, part: str) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(family(num_hidden_layers=1, is_decoder=True))
+    with pytest.raises(ModelError, match=part):
+        PolicyModel(model)
 
 
 def test_packed_attention_refuses_what_it_cannot_compute() -> None:
