@@ -341,7 +341,7 @@ def test_an_image_that_cannot_be_opened_is_named_with_its_row(tmp_path: Path) ->
     row = {"prompt": "<image> what", "data_source": "toy", "images": [str(tmp_path / "nothing.png")]}
     file = write_rows([row], tmp_path / "a.jsonl")
     made = dataset(str(file), processor=FakeProcessor(), requires_ground_truth=False)
-    with pytest.raises(DataError, match=r"row 0: the image '.*nothing.png' cannot be opened"):
+    with pytest.raises(DataError, match=r"row 0: the image '.* cannot be opened: .*nothing\.png"):
         made[0]
 
 
