@@ -32,6 +32,7 @@ from dovetail.cli.option_types import number, output_file, output_folder, whole_
 PROMPTS, SAMPLES, MINI_BATCH, RESPONSE = 128, 8, 64, 320
 LEARNING_RATE, CLIP_LOW, CLIP_HIGH = 3e-6, 0.2, 0.28
 ENGINE_MEMORY = 0.4
+AT_ONCE = 8  # saved weights that are validated side by side
 UNCORRECTED = ["async_training.prox=recompute"]
 RECOMPUTED = [*UNCORRECTED, "algorithm.rollout_correction.rollout_is=token"]
 
@@ -110,7 +111,7 @@ def main() -> None:
             continue
         # A folder instead of a number: weights that are measured now that their trainer has left the device.
         saved = [point for point in curve["points"] if isinstance(point[2], str)]
-        with ThreadPoolExecutor(max_workers=4) as pool:
+        with ThreadPoolExecutor(max_workers=AT_ONCE) as pool:
             for point, accuracy in zip(saved, pool.map(lambda point: accuracy_of(point[2], args), saved), strict=True):
                 point[2] = accuracy
         with (args.folder / "curves.jsonl").open("a") as lines:
@@ -364,7 +365,7 @@ def run_accuracy(args: argparse.Namespace) -> dict[str, Any]:
     """Greedy accuracy of `args.model` on the test problems."""
     from dovetail.trainer.run import run_training
 
-    few = f"actor_rollout_ref.rollout.gpu_memory_utilization={ENGINE_MEMORY / 4}"  # four at a time
+    few = f"actor_rollout_ref.rollout.gpu_memory_utilization={ENGINE_MEMORY / AT_ONCE}"
     config = make_config(args, args.model, "accuracy", ["trainer.val_only=True", few])
     return {"accuracy": run_training(config, use_ray=False).validation[ACCURACY]}
 
