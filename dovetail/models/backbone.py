@@ -25,6 +25,7 @@ from dovetail.models.multimodal import (
     TOKEN_TYPES,
     as_text,
     embeds_as_text,
+    image_mask_keyword,
     multimodal_position_ids,
     vision_tower_runs,
 )
@@ -44,6 +45,8 @@ class TransformerBackbone(nn.Module):
         self.hf_model = hf_model
         self.use_remove_padding = use_remove_padding
         self.share_prefixes = share_prefixes
+        self.image_mask_keyword = image_mask_keyword(hf_model)
+        refuse_bidirectional(hf_model)
         if use_remove_padding:
             refuse_to_pack(hf_model)
             hf_model.set_attn_implementation(register_packed_attention())
@@ -67,6 +70,11 @@ class TransformerBackbone(nn.Module):
                 f"input_ids is on {input_ids.device}; batches are packed on the host, so pass tensors of the host."
             )
         media = multi_modal_inputs or {}
+        if media and self.use_remove_padding and self.image_mask_keyword is not None:
+            raise ModelError(
+                f"{type(self.hf_model).__name__} lets the tokens of an image attend to later ones, which packed "
+                "attention does not compute; set use_remove_padding=False for this model."
+            )
         if position_ids is None or position_ids.dim() == 2:
             from_model = multimodal_position_ids(self.hf_model, input_ids, attention_mask, media)
             position_ids = position_ids if from_model is None else from_model
@@ -142,6 +150,16 @@ def refuse_to_pack(hf_model: Any) -> None:
         raise ModelError(
             f"{type(hf_model).__name__} has {', '.join(other) or 'recurrent'} layers, in which packed sequences would "
             "mix; set use_remove_padding=False for this model."
+        )
+
+
+def refuse_bidirectional(hf_model: Any) -> None:
+    """PaliGemma's prompts attend to later tokens. Without a mask that says which they are, responses do too, and packed
+    rows see each other."""
+    if getattr(hf_model.config.get_text_config(), "use_bidirectional_attention", None) in (True, "all"):
+        raise ModelError(
+            f"{type(hf_model).__name__} lets tokens attend to later ones (use_bidirectional_attention), and dovetail "
+            "computes causal attention only; use another model."
         )
 
 

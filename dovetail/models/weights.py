@@ -140,7 +140,8 @@ def remember_prefixes(hf_model: PreTrainedModel, path: str | Path) -> None:
     wanted = hf_model.state_dict()
     for name, _ in iter_checkpoint_tensors(path):
         _name_in_memory(name, mapping, hf_model.base_model_prefix, wanted)
-    hf_model._weight_conversions = [t for t in mapping if t.was_used()]
+    used: Any = [t for t in mapping if t.was_used()]
+    hf_model._weight_conversions = used
 
 
 def to_checkpoint_tensors(
