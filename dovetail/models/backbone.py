@@ -9,9 +9,10 @@ Parameter names are transformers' names behind `hf_model.`. No loss and no shard
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +51,14 @@ class TransformerBackbone(nn.Module):
         if use_remove_padding:
             refuse_to_pack(hf_model)
             hf_model.set_attn_implementation(register_packed_attention())
+        # Routers of Mixtral and PhiMoE have noise in training, and log-probs under it are not those of an engine.
+        self._noisy = [part for part in hf_model.modules() if any("jitter" in name for name in vars(part))]
+
+    def train(self, mode: bool = True) -> Self:
+        super().train(mode)
+        for part in self._noisy:
+            part.training = False
+        return self
 
     def prepare(
         self,
@@ -143,7 +152,13 @@ class TransformerBackbone(nn.Module):
 
 
 def refuse_to_pack(hf_model: Any) -> None:
-    """Layers with a state, such as linear attention, see whatever lies before a token in the row."""
+    """Layers with a state, such as linear attention, see whatever lies before a token in the row; models that count
+    positions by themselves count on from one sequence to the next."""
+    if "position_ids" not in inspect.signature(hf_model.base_model.forward).parameters:
+        raise ModelError(
+            f"{type(hf_model).__name__} takes no position ids, and in a row of packed sequences would count on from "
+            "one to the next; set use_remove_padding=False for this model."
+        )
     kinds = set(getattr(hf_model.config.get_text_config(), "layer_types", None) or ())
     other = sorted(kinds - {"full_attention", "sliding_attention"})
     if other or hf_model._is_stateful:
