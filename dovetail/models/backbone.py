@@ -10,6 +10,7 @@ Parameter names are transformers' names behind `hf_model.`. No loss and no shard
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Self
@@ -34,6 +35,8 @@ from dovetail.models.packing import pack_batch
 from dovetail.models.token_batch import Reads, TokenBatch, packed_tokens, padded_tokens
 from dovetail.parallel.ulysses import get_ulysses_group, slice_inputs
 
+logger = logging.getLogger(__name__)
+
 HF_PREFIX = "hf_model."
 
 
@@ -47,6 +50,7 @@ class TransformerBackbone(nn.Module):
         self.use_remove_padding = use_remove_padding
         self.share_prefixes = share_prefixes
         self.image_mask_keyword = image_mask_keyword(hf_model)
+        self._fixed_rope_length = _fixed_rope_length(hf_model.config.get_text_config())
         refuse_bidirectional(hf_model)
         if use_remove_padding:
             refuse_to_pack(hf_model)
@@ -87,6 +91,7 @@ class TransformerBackbone(nn.Module):
         if position_ids is None or position_ids.dim() == 2:
             from_model = multimodal_position_ids(self.hf_model, input_ids, attention_mask, media)
             position_ids = position_ids if from_model is None else from_model
+        self._warn_of_long_rows(attention_mask)
         reads = self._reads(attention_mask, token_mask)
         labels = input_ids.roll(-1, dims=1)[reads.rows, reads.columns]
         if TOKEN_TYPES in media:
@@ -129,6 +134,17 @@ class TransformerBackbone(nn.Module):
             raise ValueError(f"{type(self.hf_model).__name__} has no output layer called {' or '.join(names)}.")
         return checked_layer(layer)
 
+    def _warn_of_long_rows(self, attention_mask: Tensor) -> None:
+        if self._fixed_rope_length is None or (longest := int(attention_mask.sum(1).max())) <= self._fixed_rope_length:
+            return
+        logger.warning(
+            "a row has %d tokens, and above %d the rotary embedding of %s depends on the longest row of a micro-batch: "
+            "log-probs differ from the engine's, and with the rows that share one. Keep max_prompt_length and "
+            "max_response_length together within %d.",
+            longest, self._fixed_rope_length, type(self.hf_model).__name__, self._fixed_rope_length,
+        )  # fmt: skip
+        self._fixed_rope_length = None  # once
+
     def _reads(self, attention_mask: Tensor, token_mask: Tensor | None) -> Reads:
         """The states that the head of this model reads."""
         raise NotImplementedError(f"{type(self).__name__} does not say which states its head reads.")
@@ -149,6 +165,15 @@ class TransformerBackbone(nn.Module):
 
     def _attention_name(self) -> str:
         return self.hf_model.config.get_text_config()._attn_implementation
+
+
+def _fixed_rope_length(config: Any) -> int | None:
+    """Up to how many tokens the rotary embedding is the same, where transformers makes it by the longest row of a call;
+    None where it always is."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") not in ("dynamic", "longrope"):
+        return None
+    return rope.get("original_max_position_embeddings") or config.max_position_embeddings
 
 
 def refuse_to_pack(hf_model: Any) -> None:

@@ -215,6 +215,21 @@ def test_a_model_that_counts_positions_by_itself_is_not_packed() -> None:
     PolicyModel(model, use_remove_padding=False)
 
 
+def test_rows_beyond_a_rotary_embedding_that_follows_the_longest_one_are_warned_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    policy = PolicyModel(tiny_model("llama", rope_parameters=rope, max_position_embeddings=8))
+    run_model(policy, **ragged_batch([5, 8]))
+    assert not caplog.messages
+    for _ in range(2):
+        run_model(policy, **ragged_batch([5, 9]))
+    (message,) = caplog.messages
+    assert "a row has 9 tokens, and above 8 the rotary embedding" in message
+    run_model(PolicyModel(tiny_model("llama")), **ragged_batch([5, 9]))
+    assert len(caplog.messages) == 1
+
+
 def groups(*prompts: list[int], responses: list[list[int]]) -> dict[str, Tensor]:
     """One row for each response to each prompt; prompts padded on the left, responses on the right."""
     longest, width = max(map(len, prompts)), max(map(len, responses))
