@@ -52,6 +52,7 @@ class Fsdp1Sharding(Sharding):
             "use_orig_params": True,
             "device_id": device,
         }
+        self._is_mixed = precision.is_mixed
         self._offloads = config.offload_policy
         self._mesh = mesh.fsdp
         # Shapes and names only: what reads checkpoint files needs the model as it was before wrapping.
@@ -81,8 +82,9 @@ class Fsdp1Sharding(Sharding):
             yield self.plain_name(name), parameter
 
     def accumulating(self) -> AbstractContextManager[object]:
-        # Alone there is nothing to synchronise, and FSDP1 then keeps half-precision gradients it cannot give back.
-        return nullcontext() if self.reduce_factor == 1 else self._root.no_sync()
+        # `no_sync` adds micro-batches up in the type that computes: bfloat16 has 8 bits. Reduced each time, they are
+        # added up as shards in the type of the weights. Alone there is nothing to reduce.
+        return nullcontext() if self._is_mixed or self.reduce_factor == 1 else self._root.no_sync()
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         return self._root.clip_grad_norm_(max_norm)

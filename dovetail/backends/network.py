@@ -121,7 +121,9 @@ def _inputs(
         multi_modal_inputs=media,
     )
     if media is not None:
-        media.pop(TOKEN_TYPES, None)  # of the padded shape, and `prepare` has used them
+        types = media.pop(TOKEN_TYPES, None)  # of the padded shape, and `prepare` has used them
+        if types is not None and module.image_mask_keyword is not None:
+            media[module.image_mask_keyword] = types
     device = on_device.tensors["input_ids"].device
     return {"batch": to_device(batch, device), "multi_modal_inputs": to_device(media, device)}
 

@@ -77,7 +77,13 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """The signature transformers calls: `query` is `[B, heads, N, D]`, the result `[B, N, heads, D]`."""
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-    if segments is None and attention_mask is not None and attention_mask.numel() == 1 < key.size(2):  # `no_mask()`
+    packed = attention_mask is not None and attention_mask.numel() == 1 < key.size(2)  # `no_mask()`
+    if packed and not causal:
+        raise NotImplementedError(
+            f"{type(module).__name__} is not causal, which packed attention is; set use_remove_padding=False for this "
+            "model."
+        )
+    if packed and segments is None:
         raise NotImplementedError(
             f"{type(module).__name__} does not hand keywords of the model's call on to attention, so packed sequences "
             "would mix; set use_remove_padding=False for this model."

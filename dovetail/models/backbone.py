@@ -9,9 +9,11 @@ Parameter names are transformers' names behind `hf_model.`. No loss and no shard
 
 from __future__ import annotations
 
+import inspect
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -25,12 +27,15 @@ from dovetail.models.multimodal import (
     TOKEN_TYPES,
     as_text,
     embeds_as_text,
+    image_mask_keyword,
     multimodal_position_ids,
     vision_tower_runs,
 )
 from dovetail.models.packing import pack_batch
 from dovetail.models.token_batch import Reads, TokenBatch, packed_tokens, padded_tokens
 from dovetail.parallel.ulysses import get_ulysses_group, slice_inputs
+
+logger = logging.getLogger(__name__)
 
 HF_PREFIX = "hf_model."
 
@@ -44,9 +49,20 @@ class TransformerBackbone(nn.Module):
         self.hf_model = hf_model
         self.use_remove_padding = use_remove_padding
         self.share_prefixes = share_prefixes
+        self.image_mask_keyword = image_mask_keyword(hf_model)
+        self._fixed_rope_length = _fixed_rope_length(hf_model.config.get_text_config())
+        refuse_bidirectional(hf_model)
         if use_remove_padding:
             refuse_to_pack(hf_model)
             hf_model.set_attn_implementation(register_packed_attention())
+        # Routers of Mixtral and PhiMoE have noise in training, and log-probs under it are not those of an engine.
+        self._noisy = [part for part in hf_model.modules() if any("jitter" in name for name in vars(part))]
+
+    def train(self, mode: bool = True) -> Self:
+        super().train(mode)
+        for part in self._noisy:
+            part.training = False
+        return self
 
     def prepare(
         self,
@@ -67,9 +83,15 @@ class TransformerBackbone(nn.Module):
                 f"input_ids is on {input_ids.device}; batches are packed on the host, so pass tensors of the host."
             )
         media = multi_modal_inputs or {}
+        if media and self.use_remove_padding and self.image_mask_keyword is not None:
+            raise ModelError(
+                f"{type(self.hf_model).__name__} lets the tokens of an image attend to later ones, which packed "
+                "attention does not compute; set use_remove_padding=False for this model."
+            )
         if position_ids is None or position_ids.dim() == 2:
             from_model = multimodal_position_ids(self.hf_model, input_ids, attention_mask, media)
             position_ids = position_ids if from_model is None else from_model
+        self._warn_of_long_rows(attention_mask)
         reads = self._reads(attention_mask, token_mask)
         labels = input_ids.roll(-1, dims=1)[reads.rows, reads.columns]
         if TOKEN_TYPES in media:
@@ -112,6 +134,17 @@ class TransformerBackbone(nn.Module):
             raise ValueError(f"{type(self.hf_model).__name__} has no output layer called {' or '.join(names)}.")
         return checked_layer(layer)
 
+    def _warn_of_long_rows(self, attention_mask: Tensor) -> None:
+        if self._fixed_rope_length is None or (longest := int(attention_mask.sum(1).max())) <= self._fixed_rope_length:
+            return
+        logger.warning(
+            "a row has %d tokens, and above %d the rotary embedding of %s depends on the longest row of a micro-batch: "
+            "log-probs differ from the engine's, and with the rows that share one. Keep max_prompt_length and "
+            "max_response_length together within %d.",
+            longest, self._fixed_rope_length, type(self.hf_model).__name__, self._fixed_rope_length,
+        )  # fmt: skip
+        self._fixed_rope_length = None  # once
+
     def _reads(self, attention_mask: Tensor, token_mask: Tensor | None) -> Reads:
         """The states that the head of this model reads."""
         raise NotImplementedError(f"{type(self).__name__} does not say which states its head reads.")
@@ -134,14 +167,39 @@ class TransformerBackbone(nn.Module):
         return self.hf_model.config.get_text_config()._attn_implementation
 
 
+def _fixed_rope_length(config: Any) -> int | None:
+    """Up to how many tokens the rotary embedding is the same, where transformers makes it by the longest row of a call;
+    None where it always is."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") not in ("dynamic", "longrope"):
+        return None
+    return rope.get("original_max_position_embeddings") or config.max_position_embeddings
+
+
 def refuse_to_pack(hf_model: Any) -> None:
-    """Layers with a state, such as linear attention, see whatever lies before a token in the row."""
+    """Layers with a state, such as linear attention, see whatever lies before a token in the row; models that count
+    positions by themselves count on from one sequence to the next."""
+    if "position_ids" not in inspect.signature(hf_model.base_model.forward).parameters:
+        raise ModelError(
+            f"{type(hf_model).__name__} takes no position ids, and in a row of packed sequences would count on from "
+            "one to the next; set use_remove_padding=False for this model."
+        )
     kinds = set(getattr(hf_model.config.get_text_config(), "layer_types", None) or ())
     other = sorted(kinds - {"full_attention", "sliding_attention"})
     if other or hf_model._is_stateful:
         raise ModelError(
             f"{type(hf_model).__name__} has {', '.join(other) or 'recurrent'} layers, in which packed sequences would "
             "mix; set use_remove_padding=False for this model."
+        )
+
+
+def refuse_bidirectional(hf_model: Any) -> None:
+    """PaliGemma's prompts attend to later tokens. Without a mask that says which they are, responses do too, and packed
+    rows see each other."""
+    if getattr(hf_model.config.get_text_config(), "use_bidirectional_attention", None) in (True, "all"):
+        raise ModelError(
+            f"{type(hf_model).__name__} lets tokens attend to later ones (use_bidirectional_attention), and dovetail "
+            "computes causal attention only; use another model."
         )
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from dovetail.config.errors import name_some
-from dovetail.models.backbone import refuse_layers_before_the_head, refuse_to_pack
+from dovetail.models.backbone import refuse_bidirectional, refuse_layers_before_the_head, refuse_to_pack
 from dovetail.models.errors import ModelError
 from dovetail.models.load import Role, build_meta_model
 from dovetail.models.weights import lacks_head, load_weights, unread_tensors
@@ -65,6 +65,7 @@ def check_model_folder(
         )
     if override_config:
         model = build_meta_model(path, role, override_config=override_config, trust_remote_code=trust_remote_code)
+    refuse_bidirectional(model)
     if role == "policy":
         refuse_layers_before_the_head(model)
     if packs:

@@ -36,6 +36,7 @@ from transformers import (
 
 from dovetail.config.hub import fetch_model, is_hub_name
 from dovetail.models.errors import ModelError
+from dovetail.models.weights import remember_prefixes
 
 Role = Literal["policy", "value", "reward"]
 
@@ -154,6 +155,9 @@ def build_meta_model(
     model.tie_weights()
     if role != "policy":
         config.architectures = [type(model).__name__]  # an exported folder says what it holds
+    if not isinstance(source, PreTrainedConfig):
+        with contextlib.suppress(OSError, ModelError):  # a folder whose weights are not there yet
+            remember_prefixes(model, reader_folder(source))
     if role == "policy" and not isinstance(source, PreTrainedConfig):
         # An engine that shares the weights asks the model for the tokens that end an answer.
         with contextlib.suppress(OSError):  # a folder without generation_config.json

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dovetail.models.errors import ModelError
 from dovetail.models.weights import LORA_BASE
 
 ADAPTER = "default"
@@ -46,6 +47,7 @@ def add_lora(
         task_type="SEQ_CLS" if _scalar_heads(hf_model) else "CAUSAL_LM",
     )
     inject_adapter_in_model(config, hf_model, adapter_name=ADAPTER)
+    _refuse_what_cannot_be_merged(hf_model)
     for name, parameter in hf_model.named_parameters():
         parameter.requires_grad_(is_lora_name(name))
     for head in _scalar_heads(hf_model):
@@ -56,6 +58,25 @@ def add_lora(
 def _scalar_heads(hf_model: Any) -> list[nn.Module]:
     heads = (getattr(hf_model, name, None) for name in ("score", "classifier"))
     return [head for head in heads if head is not None]
+
+
+def _refuse_what_cannot_be_merged(hf_model: Any) -> None:
+    from peft.tuners.lora.layer import ParamWrapper
+
+    adapted = {name: layer for name, layer in hf_model.named_modules() if _is_adapted(layer)}
+    experts = [name for name, layer in adapted.items() if isinstance(layer, ParamWrapper)]
+    if experts:
+        raise ModelError(
+            f"{type(hf_model).__name__} holds all experts of a layer in one parameter ({experts[0]}), which gets no "
+            "adapter here; set target_modules to layers of its attention, such as [q_proj, k_proj, v_proj, o_proj]."
+        )
+    embedding = hf_model.get_input_embeddings().weight
+    for name, layer in adapted.items():
+        if getattr(layer.get_base_layer(), "weight", None) is embedding:
+            raise ModelError(
+                f"{name} of {type(hf_model).__name__} is its embedding, or tied to it, and an adapter cannot be merged "
+                "into both; take it out of target_modules."
+            )
 
 
 def is_lora_name(name: str) -> bool:
@@ -89,11 +110,10 @@ def merged_weights(module: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> 
     `weights` are `(parameter name in module, full tensor)` in any order, adapters included, as a backend gathers them.
     Only weights that wait for their adapter are held.
     """
-    layers: dict[str, Any] = dict(module.named_modules())
-    scalings: dict[str, float] = {n: layer.scaling[ADAPTER] for n, layer in layers.items() if _is_adapted(layer)}
+    layers: dict[str, Any] = {name: layer for name, layer in module.named_modules() if _is_adapted(layer)}
     waiting: dict[str, dict[str, Tensor]] = {}
     for name, tensor in weights:
-        layer, part = _split(name, scalings)
+        layer, part = _split(name, layers)
         if layer is None:
             yield name, tensor
             continue
@@ -104,13 +124,15 @@ def merged_weights(module: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> 
         parts[part] = tensor
         if len(parts) == 3:
             del waiting[layer]
-            yield f"{layer}.weight", _merge(parts["weight"], parts["A"], parts["B"], scalings[layer])
+            yield f"{layer}.weight", _merge(parts["weight"], parts["A"], parts["B"], layers[layer])
     assert not waiting, f"weights of adapted layers did not all arrive: {sorted(waiting)}"
 
 
-def _merge(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
+def _merge(weight: Tensor, a: Tensor, b: Tensor, layer: Any) -> Tensor:
     # float32: a small update added in bfloat16 would mostly be rounded away.
-    delta = torch.mm(b.float(), a.float()).mul_(scaling)
+    delta = torch.mm(b.float(), a.float()).mul_(layer.scaling[ADAPTER])
+    if layer.fan_in_fan_out:  # GPT-2 keeps its matrices the other way round
+        delta = delta.t().contiguous()
     return delta.add_(weight.to(delta.device).float()).to(weight.dtype)
 
 

@@ -6,6 +6,7 @@ Asks the model itself; knows no architecture by name.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -64,6 +65,16 @@ def prompt_token_types(
     types[:, types.size(1) - num_written :] = 0
     types[[not row for row in rows]] = 0
     return types
+
+
+def image_mask_keyword(hf_model: Any) -> str | None:
+    """The keyword by which a model is given `token_types` for its mask: in Gemma 3 and 4 the tokens of an image see
+    each other, also later ones. None for models with causal attention throughout."""
+    if getattr(hf_model.config.get_text_config(), "use_bidirectional_attention", None) == "vision":
+        return TOKEN_TYPES
+    is_multimodal = hasattr(hf_model.config, "vision_config")
+    takes_types = "token_type_ids" in inspect.signature(hf_model.base_model.forward).parameters
+    return "token_type_ids" if is_multimodal and takes_types else None
 
 
 def as_text(hf_model: Any, input_ids: Tensor, is_text: Tensor) -> Tensor:

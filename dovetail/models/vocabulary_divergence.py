@@ -7,6 +7,7 @@ again in backward, and never held for a whole batch. The teacher's output layer 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,12 +52,28 @@ class Teacher:
     hidden: Tensor | None = None
 
 
+_FACTORS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
+_DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
+_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+
+
 def logit_transform(config: Any) -> tuple[float, float | None]:
     """Factor and cap of the logits after the output layer, in models that have them."""
     text = config.get_text_config()
-    factors = [float(getattr(text, name, None) or 1.0) for name in ("logit_scale", "lm_head_multiplier")]
-    scale = math.prod(factors) / float(getattr(text, "logits_scaling", None) or 1.0)
-    return scale, getattr(text, "final_logit_softcapping", None)
+    if (getattr(text, "unpadded_vocab_size", None) or text.vocab_size) < text.vocab_size:
+        raise ModelError(
+            f"model_type={text.model_type} leaves out the logits from {text.unpadded_vocab_size} on "
+            "(unpadded_vocab_size), which dovetail does not; use a model without."
+        )
+    factors, divisors = _FACTORS, _DIVISORS
+    if text.model_type == "hyperclovax":  # the one that multiplies by what others divide by
+        factors, divisors = (*_FACTORS, *_DIVISORS), ()
+    scale = _product(text, factors) / _product(text, divisors)
+    return scale, next((cap for name in _CAPS if (cap := getattr(text, name, None))), None)
+
+
+def _product(config: Any, names: Sequence[str]) -> float:
+    return math.prod(float(getattr(config, name, None) or 1.0) for name in names)
 
 
 def divergence_from(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +20,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+from transformers.core_model_loading import (
+    PrefixChange,
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
 
 from dovetail.models.errors import ModelError
 from dovetail.models.files import INDEX, open_safetensors, read_index, safetensors_files
@@ -125,6 +131,19 @@ def load_weights(module: nn.Module, path: str | Path, *, headers_only: bool = Fa
             _fill(targets[name], _fresh(name, targets[name], path), name, path)
 
 
+def remember_prefixes(hf_model: PreTrainedModel, path: str | Path) -> None:
+    """Keep which conversions the names of a folder need, as `from_pretrained` does: a text-only checkpoint may have the
+    prefix of its multimodal parent or not, and `to_checkpoint_tensors` writes names as the folder has them."""
+    mapping = _conversions(hf_model)
+    if not any(isinstance(t, PrefixChange) for t in mapping):
+        return
+    wanted = hf_model.state_dict()
+    for name, _ in iter_checkpoint_tensors(path):
+        _name_in_memory(name, mapping, hf_model.base_model_prefix, wanted)
+    used: Any = [t for t in mapping if t.was_used()]
+    hf_model._weight_conversions = used
+
+
 def to_checkpoint_tensors(
     hf_model: PreTrainedModel, weights: Iterable[tuple[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
@@ -132,7 +151,7 @@ def to_checkpoint_tensors(
 
     A parameter that is split on disk (experts) comes out in pieces; nothing else is held back or gathered.
     """
-    transforms = [t.reverse_transform() for t in reversed(_conversions(hf_model, add_legacy=False))]
+    transforms = [t.reverse_transform() for t in reversed(_conversions_to_disk(hf_model))]
     renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
     converters = [t for t in transforms if isinstance(t, WeightConverter)]
     by_pattern = {pattern: t for t in converters for pattern in t.source_patterns}
@@ -168,14 +187,12 @@ def _plan(
     The names of these sources are added to `used`.
     """
     mapping = _conversions(hf_model)
-    renamings = [t for t in mapping if isinstance(t, WeightRenaming)]
-    converters = [t for t in mapping if isinstance(t, WeightConverter)]
-    by_pattern = {pattern: t for t in converters for pattern in t.source_patterns}
+    by_pattern = {pattern: t for t in mapping if isinstance(t, WeightConverter) for pattern in t.source_patterns}
     prefix = hf_model.base_model_prefix
     plan: dict[str, tuple[Any, str]] = {}
     for name, tensor in tensors.items():
         source = _TRL_VALUE_HEAD.get(name, name)
-        target, pattern = rename_source_key(source, renamings, converters, prefix, wanted)
+        target, pattern = _name_in_memory(source, mapping, prefix, wanted)
         if target not in wanted and source in wanted:
             target, pattern = source, None
         if target not in wanted:
@@ -190,6 +207,24 @@ def _plan(
 
 def _conversions(hf_model: PreTrainedModel, add_legacy: bool = True) -> list[Any]:
     return list(get_model_conversion_mapping(hf_model, add_legacy=add_legacy))
+
+
+def _name_in_memory(name: str, mapping: Sequence[Any], prefix: str, wanted: dict[str, Any]) -> tuple[str, str | None]:
+    renamings = [t for t in mapping if isinstance(t, WeightRenaming)]
+    converters = [t for t in mapping if isinstance(t, WeightConverter)]
+    return rename_source_key(name, renamings, converters, prefix, wanted)
+
+
+def _conversions_to_disk(hf_model: PreTrainedModel) -> list[Any]:
+    """All but prefixes that the folder has not: `remember_prefixes`. Without a folder there are none."""
+    used = [_prefix_of(t) for t in getattr(hf_model, "_weight_conversions", None) or ()]
+    conversions = _conversions(hf_model, add_legacy=False)
+    return [t for t in conversions if not isinstance(t, PrefixChange) or _prefix_of(t) in used]
+
+
+def _prefix_of(conversion: Any) -> tuple[str | None, ...]:
+    names = ("prefix_to_add", "prefix_to_remove", "model_prefix", "scope_prefix")
+    return tuple(getattr(conversion, name, None) for name in names)
 
 
 def _outer_head(path: str | Path) -> Iterator[tuple[str, Tensor]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, GPT2Config
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, GPT2Config, Qwen3_5TextConfig
 
 from dovetail.models.backbone import HF_PREFIX
 from dovetail.models.load import build_meta_model, load_config, load_processor, load_tokenizer, materialize
@@ -88,6 +88,29 @@ def test_saved_folders_have_the_names_and_values_transformers_writes(family: str
         run_model(again, **batch).log_probs, run_model(policy, **batch).log_probs, atol=0, rtol=0
     )
     assert load_tokenizer(out).decode(load_tokenizer(out)("hello")["input_ids"]) == "hello"
+
+
+@pytest.mark.parametrize("prefix", ["model.", "model.language_model."])
+def test_a_text_only_checkpoint_is_saved_under_the_names_it_was_read_under(prefix: str, tmp_path: Path) -> None:
+    """Taken out of its multimodal parent, as Qwen3.5 and Gemma 3n can be, with the parent's prefix or without."""
+    sizes = {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "head_dim": 8, "vocab_size": 40, "hidden_size": 16}
+    config = Qwen3_5TextConfig(**sizes, intermediate_size=16, num_hidden_layers=4, num_attention_heads=2)
+    model = AutoModelForCausalLM.from_config(config)
+    source, out = tmp_path / "source", tmp_path / "out"
+    model.save_pretrained(source)
+    stored = load_file(source / "model.safetensors")
+    renamed = {name.replace("model.", prefix, 1): tensor for name, tensor in stored.items()}
+    save_file(renamed, source / "model.safetensors", metadata={"format": "pt"})
+
+    loaded = build_meta_model(source)
+    materialize(loaded, "cpu")
+    load_weights(torch.nn.ModuleDict({"hf_model": loaded}), source)
+    save_hf_folder(to_checkpoint_tensors(loaded, loaded.named_parameters()), loaded.config, None, out)
+    assert load_file(out / "model.safetensors").keys() == renamed.keys()
+    again, report = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    for name, parameter in again.named_parameters():
+        assert torch.equal(parameter, model.get_parameter(name)), name
 
 
 def test_experts_are_single_matrices_on_disk_and_one_parameter_in_memory(tmp_path: Path) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import pytest
 import torch
 from peft import PeftModel
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from dovetail.models.backbone import HF_PREFIX
+from dovetail.models.errors import ModelError
 from dovetail.models.load import build_meta_model, materialize
 from dovetail.models.lora import adapter_disabled, add_lora, has_lora, is_lora_name, merged_weights
 from dovetail.models.policy import PolicyModel
@@ -74,6 +77,34 @@ def test_merged_weights_in_a_plain_model_give_the_adapted_log_probs(family: str,
     torch.testing.assert_close(
         run_model(PolicyModel(plain), **batch).log_probs, run_model(policy, **batch).log_probs, atol=1e-5, rtol=1e-5
     )
+
+
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False")  # peft goes on with True
+def test_adapters_of_matrices_that_are_kept_the_other_way_round_are_merged_so() -> None:
+    config = GPT2Config(vocab_size=320, n_embd=32, n_layer=1, n_head=2, n_positions=32)
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(config).eval()
+    policy = PolicyModel(add_lora(copy.deepcopy(model), rank=4, alpha=8))
+    _randomize(policy)
+    weights = ((n.removeprefix(HF_PREFIX), p.detach()) for n, p in policy.named_parameters())
+    model.load_state_dict(dict(merged_weights(policy.hf_model, weights)), strict=False)
+    batch = ragged_batch([5, 8])
+    found = run_model(PolicyModel(model), **batch).log_probs
+    torch.testing.assert_close(found, run_model(policy.eval(), **batch).log_probs, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("family", "targets", "says"),
+    [
+        ("qwen3_moe", "all-linear", r"holds all experts.*q_proj"),
+        ("mixtral", "all-linear", r"holds all experts"),
+        ("qwen2", ["q_proj", "lm_head"], r"lm_head.*cannot be merged"),
+        ("llama", ["embed_tokens"], r"embed_tokens.*cannot be merged"),
+    ],
+)
+def test_adapters_that_cannot_be_merged_are_refused(family: str, targets: str | list[str], says: str) -> None:
+    with pytest.raises(ModelError, match=says):
+        add_lora(tiny_model(family), rank=4, alpha=8, target_modules=targets)
 
 
 @pytest.mark.filterwarnings("error:Found missing adapter keys")

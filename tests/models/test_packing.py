@@ -8,7 +8,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AutoModelForCausalLM, BertConfig, ModernBertDecoderConfig
+from transformers import (
+    AutoModelForCausalLM,
+    BartConfig,
+    BertConfig,
+    GraniteConfig,
+    HyperCLOVAXConfig,
+    MixtralConfig,
+    ModernBertDecoderConfig,
+    PhimoeConfig,
+    PretrainedConfig,
+    RecurrentGemmaConfig,
+)
 
 from dovetail.models import attention
 from dovetail.models.activations import enable_gradient_checkpointing
@@ -16,7 +27,7 @@ from dovetail.models.errors import ModelError
 from dovetail.models.packing import pack_batch
 from dovetail.models.policy import PolicyModel
 from dovetail.models.value import ValueModel
-from tests.models.tiny import FAMILIES, TEXT_FAMILIES, image_batch, ragged_batch, run_model, tiny_model
+from tests.models.tiny import FAMILIES, TEXT_FAMILIES, image_batch, ragged_batch, run_model, tiny_config, tiny_model
 
 pytestmark = pytest.mark.unit
 
@@ -149,16 +160,74 @@ def test_packed_attention_refuses_what_it_cannot_compute() -> None:
         packed_attention(torch.nn.Identity(), q, q, q, None, segments=segments, softcap=30.0)
     with pytest.raises(NotImplementedError, match="does not hand keywords"):
         packed_attention(torch.nn.Identity(), q, q, q, no_mask())
+    with pytest.raises(NotImplementedError, match="is not causal"):
+        packed_attention(torch.nn.Identity(), q, q, q, no_mask(), is_causal=False, segments=segments)
 
 
-def test_logits_that_a_model_scales_are_scaled_here_too() -> None:
-    model = tiny_model("falcon_h1")
+SIZES: dict[str, Any] = {
+    "vocab_size": 320, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 16,
+}  # fmt: skip
+LOGITS: dict[str, PretrainedConfig] = {
+    "falcon_h1": tiny_config("falcon_h1"),
+    "hyperclovax multiplies": HyperCLOVAXConfig(**SIZES, logits_scaling=3.0),
+    "granite divides": GraniteConfig(**SIZES, logits_scaling=3.0),
+    "recurrent_gemma caps": RecurrentGemmaConfig(**SIZES, lru_width=32, logits_soft_cap=2.0),
+}
+
+
+@pytest.mark.parametrize("name", LOGITS)
+def test_logits_that_a_model_changes_are_changed_here_too(name: str) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(LOGITS[name]).eval()
+    model.get_output_embeddings().weight.data.normal_(0, 0.5)
     ids = torch.arange(3, 10)[None]
     with torch.no_grad():
         expected = model(ids).logits.log_softmax(-1)[0, :-1].gather(-1, ids[0, 1:, None]).squeeze(-1)
         policy = PolicyModel(model, use_remove_padding=False)
         found = run_model(policy, input_ids=ids, attention_mask=torch.ones_like(ids)).log_probs
     torch.testing.assert_close(found[0, 1:], expected, atol=1e-5, rtol=1e-5)
+
+
+def test_logits_that_a_model_leaves_out_are_refused() -> None:
+    model = tiny_model("llama")
+    model.config.unpadded_vocab_size = 300
+    with pytest.raises(ModelError, match="leaves out the logits from 300 on"):
+        PolicyModel(model)
+
+
+@pytest.mark.parametrize("family", [PhimoeConfig, MixtralConfig])
+def test_routers_have_no_noise_in_training(family: type[PretrainedConfig]) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(family(**SIZES, router_jitter_noise=0.3, num_local_experts=4))
+    policy, batch = PolicyModel(model), ragged_batch([5, 9])
+    expected = run_model(policy.eval(), **batch).log_probs
+    found = run_model(policy.train(), **batch).log_probs
+    assert policy.hf_model.model.layers[0].training
+    assert torch.equal(found, expected)
+
+
+def test_a_model_that_counts_positions_by_itself_is_not_packed() -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(BartConfig(decoder_layers=1, is_decoder=True))
+    with pytest.raises(ModelError, match="takes no position ids"):
+        PolicyModel(model)
+    PolicyModel(model, use_remove_padding=False)
+
+
+def test_rows_beyond_a_rotary_embedding_that_follows_the_longest_one_are_warned_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    policy = PolicyModel(tiny_model("llama", rope_parameters=rope, max_position_embeddings=8))
+    run_model(policy, **ragged_batch([5, 8]))
+    assert not caplog.messages
+    for _ in range(2):
+        run_model(policy, **ragged_batch([5, 9]))
+    (message,) = caplog.messages
+    assert "a row has 9 tokens, and above 8 the rotary embedding" in message
+    run_model(PolicyModel(tiny_model("llama")), **ragged_batch([5, 9]))
+    assert len(caplog.messages) == 1
 
 
 def groups(*prompts: list[int], responses: list[list[int]]) -> dict[str, Tensor]:

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, BloomConfig
+from transformers import AutoModelForCausalLM, BartConfig, BloomConfig, GemmaConfig, PretrainedConfig
 
 from dovetail.rollout import GenerationRequest, GenerationResult, SamplingParams, UnsupportedPromptError
+from dovetail.rollout.native.attention import ATTENTION_NAME
 from dovetail.rollout.native.engine import NativeEngine
+from dovetail.rollout.native.model import _check_supported
 from tests.models.tiny import VOCAB_SIZE, tiny_model
 
 pytestmark = pytest.mark.engine
@@ -202,6 +204,20 @@ def test_what_the_engine_cannot_read_is_named() -> None:
         engine.generate([GenerationRequest("a", [3]), GenerationRequest("a", [4])])
     with pytest.raises(NotImplementedError, match="sliding"):
         NativeEngine(tiny_model("mistral_window"))
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (BartConfig(vocab_size=61, d_model=32, decoder_layers=1, is_decoder=True), "bart has positions that it counts"),
+        (GemmaConfig(num_hidden_layers=1, use_bidirectional_attention=True), "gemma has attention to later tokens"),
+    ],
+)
+def test_a_model_that_would_see_other_places_or_tokens_is_refused(config: PretrainedConfig, says: str) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME)
+    with pytest.raises(NotImplementedError, match=says):
+        _check_supported(model)
 
 
 def test_a_model_whose_attention_is_its_own_is_refused(tmp_path: Path) -> None:

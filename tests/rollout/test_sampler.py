@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from dovetail.rollout.base import SamplingParams
 from dovetail.rollout.native.noise import exponentials, fold, stream_key
-from dovetail.rollout.native.sampler import SamplingRows, sample
+from dovetail.rollout.native.sampler import SamplingRows, raw_log_probs, sample
 
 pytestmark = pytest.mark.unit
 
@@ -97,6 +100,31 @@ def test_log_probs_are_under_temperature_before_truncation_by_default() -> None:
     params = SamplingParams(temperature=0.7, top_k=5, top_p=0.8)
     tokens, log_probs = _draw(logits, params, 200)
     torch.testing.assert_close(log_probs, (logits / 0.7).log_softmax(-1)[tokens], atol=1e-6, rtol=0)
+
+
+class _Sizes(TorchDispatchMode):
+    """Elements of every tensor that is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            self.made += [leaf.numel() for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+        return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_raw_log_probs_copy_a_few_rows_at_a_time(dtype: torch.dtype) -> None:
+    logits = (_logits(200 * 1000) * 4).view(200, 1000).to(dtype)
+    tokens = torch.arange(200) * 5
+    with _Sizes() as sizes:
+        found = raw_log_probs(logits, tokens)
+    expected = logits.double().log_softmax(-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=0)
+    assert max(sizes.made) <= 64 * 1000
 
 
 def test_processed_log_probs_are_after_truncation_and_raw_ones_at_temperature_one() -> None:

@@ -8,6 +8,7 @@ hooks and checkpointing stay the trainer's affair.
 from __future__ import annotations
 
 import copy
+import inspect
 from pathlib import Path
 from typing import Unpack
 
@@ -101,6 +102,10 @@ def _check_supported(model: PreTrainedModel) -> None:
     is_ours = config._attn_implementation == ATTENTION_NAME and model._can_set_attn_implementation()
     if not other and (model._is_stateful or not is_ours):
         other = "layers that do not take the engine's attention"
+    if not other and "position_ids" not in inspect.signature(model.base_model.forward).parameters:
+        other = "positions that it counts by itself"
+    if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
+        other = "attention to later tokens"
     if other:
         raise NotImplementedError(
             f"model_type={config.model_type} has {other}; the native engine computes full causal attention only. "

@@ -17,6 +17,7 @@ from dovetail.rollout.native.cuda.kernels.ops import Ops
 from dovetail.rollout.native.cuda.paged_step import PagedDecode
 from dovetail.rollout.native.cuda.pages import PagePool
 from dovetail.rollout.native.cuda.slots import SlotState
+from dovetail.rollout.native.sampler import raw_log_probs
 
 logger = logging.getLogger(__name__)
 
@@ -102,8 +103,7 @@ class DecodeSteps:
     ) -> None:  # fmt: skip
         self._ops.draw(logits, positions, slots, self._state, drawn, log_probs, filtered=filters)
         if raw:
-            unscaled = logits.float().log_softmax(dim=-1).gather(-1, drawn.unsqueeze(-1)).squeeze(-1)
-            log_probs.copy_(torch.where(self._state.raw[slots.long()] != 0, unscaled, log_probs))
+            log_probs.copy_(torch.where(self._state.raw[slots.long()] != 0, raw_log_probs(logits, drawn), log_probs))
 
     def _splits(self, size: int) -> int:
         """How many programs share a sequence's keys: with a small batch one for each multiprocessor of the device."""
