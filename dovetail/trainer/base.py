@@ -266,6 +266,7 @@ class BaseTrainer(ABC, Generic[Groups]):
         if words and time.time() - self._wait_noted_at >= _NOTE_WAITS_S:
             self._wait_noted_at = time.time()
             self._write_now(self._present_phase, waits=words)
+            self.tracker.show_wait(words)
 
     def _write_now(self, phase: str | None, *, finished: bool = False, stopped: bool = False, **facts: str) -> None:
         # A run that only validates takes no steps, so it has no total.
