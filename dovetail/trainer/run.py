@@ -143,7 +143,7 @@ def run_training(
             validation = trainer.fit()
         except WorkerError as error:
             # An error that the user can fix needs neither the worker's name nor its traceback.
-            if isinstance(error.exception, USER_ERRORS):
+            if isinstance(error.exception, (*USER_ERRORS, StalledError)):
                 raise error.exception from error
             raise
         finally:
