@@ -30,7 +30,15 @@ export RAY_USAGE_STATS_ENABLED="${RAY_USAGE_STATS_ENABLED:-0}"
 export RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT=300   # seconds for all nodes to join
 ray get-auth-token --generate > /dev/null           # ~/.ray/auth_token, in a home folder that all nodes share
 
+# srun returns the highest code of all tasks: 143 of those that it ends, whatever the run's own was. A task that is asked to end
+# (scancel, the time limit) waits for the run, which saves a checkpoint.
+own=$(mktemp)
+trap 'rm -f "$own"' EXIT
+code=0
 srun --kill-on-bad-exit=1 \
   ray symmetric-run --address "$address:6379" --min-nodes "$SLURM_JOB_NUM_NODES" --num-gpus "$gpus" -- \
+  bash -c 'trap : TERM; "${@:2}"; code=$?; echo $code > "$1"; exit $code' run "$own" \
   dovetail train "$@" ray_init.address=auto trainer.device=cuda \
-  trainer.nnodes="$SLURM_JOB_NUM_NODES" trainer.n_gpus_per_node="$gpus"
+  trainer.nnodes="$SLURM_JOB_NUM_NODES" trainer.n_gpus_per_node="$gpus" || code=$?
+[[ -s $own ]] && code=$(< "$own")
+exit "$code"

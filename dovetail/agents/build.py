@@ -130,7 +130,16 @@ def build_agents(config: DovetailConfig, tokenizer: Any) -> Agents:
         # A run with tools means to use them, also where no row says so.
         "tool_agent" if toolbox is not None and loop == "single_turn_agent" else loop,
         turns.trajectory_timeout_s,
+        _stall_timeout_s(config),
     )
+
+
+def _stall_timeout_s(config: DovetailConfig) -> float | None:
+    """Without asynchronous training: the time that a trajectory may take, which nobody watches while one blocks."""
+    settings = config.async_training
+    if settings.mode == "off":
+        return config.actor_rollout_ref.rollout.multi_turn.trajectory_timeout_s
+    return settings.stall_timeout_s or None
 
 
 def _shortener(turns: MultiTurnConfig, tokenizer: Any) -> Any:

@@ -50,10 +50,15 @@ class Agents:
     toolbox: Toolbox
     default_loop: str = "tool_agent"
     trajectory_timeout_s: float = 1800.0
+    stall_timeout_s: float | None = None
+    """How long one function may keep all trajectories waiting. None: for ever."""
     thread: LoopThread = field(default_factory=lambda: LoopThread("agents"))
 
     def close(self) -> None:
         """The run is over: give back what the tools hold."""
+        if self.thread.is_stalled:
+            logger.warning("the tools were not closed: a function blocks the thread that does it")
+            return
         try:
             self.thread.run(within(self.calls.tool_timeout_s, self.toolbox.close()), _LOOP_S)
         except Exception as error:  # noqa: BLE001 - nothing is left to be done that it could spoil
@@ -156,11 +161,16 @@ class AgentStream(OpenGroups[_Group, Mapping[int, Any]]):
             running = [task for group in self._groups.values() for task in group.running]
         super().close()
         self._submitter.shutdown(wait=False)
-        if running:
+        if running and not self._agents.thread.is_stalled:
             limit_s = self._agents.calls.tool_timeout_s  # of closing a trajectory's tools
             self._agents.thread.run(asyncio.wait(running, timeout=limit_s), limit_s + _LOOP_S)
 
     # ---- in the thread that generates ----
+
+    def _receive(self) -> bool:
+        if self._agents.stall_timeout_s is not None:
+            self._agents.thread.refuse_blocked(self._agents.stall_timeout_s)
+        return super()._receive()
 
     def _deliver(self, results: Sequence[GenerationResult]) -> None:
         self._agents.thread.loop.call_soon_threadsafe(self._answer, results)
@@ -346,7 +356,7 @@ class AgentStream(OpenGroups[_Group, Mapping[int, Any]]):
                 self._futures.pop(name).cancel()
             return gone
 
-        if not groups:
+        if not groups or self._agents.thread.is_stalled:
             return
         gone = set(self._agents.thread.run(cancel(), _LOOP_S))
         with self._changed:

@@ -28,7 +28,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="seed of generated problems and of a split")
     parser.add_argument("--system", help="system message of every prompt")
     generated = parser.add_argument_group("generated tasks")
-    generated.add_argument("--levels", type=whole_number(), nargs="+", default=[1], help="difficulty, 1 is the easiest")
+    generated.add_argument(
+        "--levels",
+        type=whole_number(),
+        nargs="+",
+        help="difficulty, 1 is the easiest (default: the easiest with enough different problems)",
+    )
     generated.add_argument("--train", type=whole_number(), default=1000, help="number of training problems")
     generated.add_argument(
         "--test", type=whole_number(0), default=200, help="number of test problems, none of them in training"
@@ -58,10 +63,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _generate(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
-    from dovetail.demo.tasks import generate_task, with_pairs
+    from dovetail.demo.tasks import easiest_level, generate_task, with_pairs
 
+    levels = args.levels
+    if levels is None:
+        levels = [easiest_level(args.kind, args.train + args.test, args.seed)]
+        sys.stdout.write(f"--levels {levels[0]}: the easiest with so many different problems\n")
     split = generate_task(
-        args.kind, num_train=args.train, num_test=args.test, levels=args.levels, seed=args.seed, system=args.system
+        args.kind, num_train=args.train, num_test=args.test, levels=levels, seed=args.seed, system=args.system
     )
     splits = {"train": split.train, "test": split.test}
     return {name: with_pairs(rows, args.seed) for name, rows in splits.items()} if args.pairs else splits

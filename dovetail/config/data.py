@@ -40,7 +40,9 @@ class DataConfig(Section):
         [], "Training prompts: one parquet / jsonl path or a list; `hf://datasets/org/name/...` on the hub."
     )
     train_weights: list[float] | None = key(None, "Share of each training file in every epoch. Null: by size.")
-    val_files: list[HomePath] | HomePath = key([], "Validation prompts: one path or a list. Empty: no validation.")
+    val_files: list[HomePath] | HomePath | None = key(
+        [], "Validation prompts: one path or a list. Empty or null: no validation."
+    )
     tokenizer: HomePath | None = key(None, "Tokenizer path. Null: the one of the model.")
     train_max_samples: int = key(-1, "Use at most this many training rows; -1 for all.", was="max_samples", ge=-1)
     val_max_samples: int = key(-1, "Use at most this many validation rows; -1 for all.", ge=-1)
@@ -104,6 +106,6 @@ class DataConfig(Section):
         return _paths(self.val_files)
 
 
-def _paths(files: list[str] | str) -> tuple[str, ...]:
-    names = [files] if isinstance(files, str) else files
+def _paths(files: list[str] | str | None) -> tuple[str, ...]:
+    names = [files] if isinstance(files, str) else files or []
     return tuple(name for name in names if name)

@@ -16,6 +16,11 @@ def read_yaml(path: Path) -> Tree:
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
 
+    if path.is_dir():
+        meant = path / "config.yaml" if (path / "config.yaml").is_file() else f"model={path}"
+        raise ValueError(f"{path} is a folder; did you mean {meant}?")
+    if path.suffix in (".jsonl", ".parquet"):  # JSON reads as YAML
+        raise ValueError(f"{path} is no YAML file; did you mean data={path}?")
     if not path.is_file():
         raise ValueError(f"{path} is not a file; pass the path of a YAML file, or an override as key=value")
     try:

@@ -108,7 +108,8 @@ def write_report(folder: Path, out: Path) -> tuple[Path, Path]:
     run = runs[0]
     run.refresh()
     if not len(run.metrics):
-        raise DashboardError(f"{folder} has no finished step yet; there is nothing to report.")
+        problem = f"{folder} has no finished step yet; there is nothing to report. {run.failed()}"
+        raise DashboardError(problem.rstrip())
     picture = out.with_suffix(".png")
     out.parent.mkdir(parents=True, exist_ok=True)
     write_png(run.metrics, run.name, picture)

@@ -93,7 +93,7 @@ class Run:
                 "now_step": now.get("step"),
                 "waits": str(now.get("waits", "")),
             }
-        status["message"] = self._failed() if state == "stopped" else None
+        status["message"] = self.failed() if state == "stopped" else None
         status["message"] = status["message"] or self._message(state, last)
         status["views"] = ["async"] if is_asynchronous(self.metrics) else []
         status["bad_lines"] = self.metrics.bad_lines
@@ -106,10 +106,10 @@ class Run:
         on_request = read_object(self.folder / NOW).get("stopped") is True
         if status["state"] == "stopped" and not on_request and (status["step"] or 0) < (status["total_steps"] or 0):
             stopped = f"The last step is {status['step'] or 0} of {status['total_steps']}"
-            stopped += f". {failed}" if (failed := self._failed()) else ", and its process is gone."
+            stopped += f". {failed}" if (failed := self.failed()) else ", and its process is gone."
         return check_health(Facts(self.metrics, self._no_signal(), self.memory(), stopped))
 
-    def _failed(self) -> str:
+    def failed(self) -> str:
         """What ended the run, in its own words; empty where it could say nothing."""
         failed = read_object(self.folder / NOW).get("failed")
         return failed if isinstance(failed, str) else ""

@@ -120,8 +120,9 @@ def is_message(entry: Any) -> bool:
 
 
 def short(value: Any, limit: int = 80) -> str:
+    """As Python writes it; what is longer is cut, and closed by its own quote or bracket."""
     text = repr(value)
-    return text if len(text) <= limit else text[: limit - 3] + "..."
+    return text if len(text) <= limit else f"{text[: limit - 4]}...{text[-1]}"
 
 
 def load_image(source: Any) -> Any:
@@ -153,7 +154,14 @@ def listed_media(row: Mapping[str, Any], key: str) -> list[Any]:
     value = row.get(key)
     if isinstance(value, (str, bytes, Mapping)) and value:
         raise DataError(f"{key} is {short(value)}; it must be a list, with an entry for each <image> or <video>.")
-    return [] if value is None or isinstance(value, (str, bytes, Mapping)) else list(value)
+    media = [] if value is None or isinstance(value, (str, bytes, Mapping)) else list(value)
+    for entry in media:
+        if not entry if isinstance(entry, (str, bytes)) else entry is None or isinstance(entry, (int, float)):
+            raise DataError(
+                f"{key} holds {short(entry)}; each of its entries must be a path, the bytes of a file, or a dict with "
+                "one of them as `path` or `bytes`."
+            )
+    return media
 
 
 def media_kinds(messages: Messages) -> list[str]:

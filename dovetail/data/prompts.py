@@ -207,6 +207,8 @@ class PromptDataset:
             return self._load_image(source)
         except OSError as error:  # also what is no image
             raise DataError(f"{where}: the image {short(source)} cannot be opened: {error}") from error
+        except DataError as error:
+            raise DataError(f"{where}: {error}") from error
 
     def _padded(self, ids: list[int], text: str, *, raw_ids: list[int]) -> dict[str, Any]:
         padded = pad_prompt(ids, self.tokenizer, self.config.max_prompt_length)

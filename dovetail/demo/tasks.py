@@ -68,11 +68,22 @@ def generate_task(
     test: list[tuple[int, Problem]] = []
     taken: set[Hashable] = set()
     for level, for_train, for_test in zip(levels, _share(num_train, levels), _share(num_test, levels), strict=True):
-        rng = random.Random(f"{seed}/{name}/{level}")
-        drawn = _draw(task, rng, level, for_train + for_test, taken)
+        drawn = _draw(task, _rng(task, level, seed), level, for_train + for_test, taken)
         test += [(level, problem) for problem in drawn[:for_test]]
         train += [(level, problem) for problem in drawn[for_test:]]
     return TaskSplit(_rows(task, train, "train", seed, system), _rows(task, test, "test", seed, system))
+
+
+def easiest_level(name: str, count: int, seed: int = 0) -> int:
+    """The first level with so many different problems; the last one where none has."""
+    task = TASKS[name]
+    for level in range(1, len(task.levels)):
+        try:
+            _draw(task, _rng(task, level, seed), level, count, set())
+        except DataError:
+            continue
+        return level
+    return len(task.levels)
 
 
 def with_pairs(rows: Sequence[dict[str, Any]], seed: int = 0) -> list[dict[str, Any]]:
@@ -92,6 +103,10 @@ def with_pairs(rows: Sequence[dict[str, Any]], seed: int = 0) -> list[dict[str, 
             wrong = rng.choice(truths)
         paired.append({**row, "chosen": truth, "rejected": wrong})
     return paired
+
+
+def _rng(task: Task, level: int, seed: int) -> random.Random:
+    return random.Random(f"{seed}/{task.name}/{level}")
 
 
 def _draw(task: Task, rng: random.Random, level: int, count: int, taken: set[Hashable]) -> list[Problem]:

@@ -25,6 +25,9 @@ class StepConsole(Protocol):
     def phase(self, name: str | None) -> None:
         """A phase begins; None: no phase is running. Fits `PhaseTimers(on_phase=...)`."""
 
+    def wait(self, words: str) -> None:
+        """Who waits for whom, while a phase takes long."""
+
     def end_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """A step is over."""
 
@@ -57,6 +60,9 @@ class PlainConsole:
 
     def phase(self, name: str | None) -> None:
         self._state.phase(name)
+
+    def wait(self, words: str) -> None:
+        """No line: a log would be full of them. A stall ends the run, and its message says who waits."""
 
     def end_step(self, step: int, metrics: Mapping[str, float]) -> None:
         self._state.end_step(step, metrics)
@@ -98,6 +104,10 @@ class LiveConsole:
     def phase(self, name: str | None) -> None:
         with self._lock:
             self._state.phase(name)
+
+    def wait(self, words: str) -> None:
+        with self._lock:
+            self._state.waits = words
 
     def end_step(self, step: int, metrics: Mapping[str, float]) -> None:
         with self._lock:

@@ -88,13 +88,14 @@ class ConsoleState:
     events: deque[str] = field(default_factory=lambda: deque(maxlen=3))
     phase_name: str | None = None
     phase_start: float = 0.0
+    waits: str = ""
 
     def __post_init__(self) -> None:
         self.started = self.step_end = self.phase_start = self.clock()
         self.timed_steps, self.timed_seconds = 0, 0.0
 
     def phase(self, name: str | None) -> None:
-        self.phase_name = name
+        self.phase_name, self.waits = name, ""
         self.phase_start = self.clock()
 
     def end_step(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -235,6 +236,8 @@ def _phase(state: ConsoleState, now: float, inner: int) -> RenderableType:
     name = Text(state.phase_name.replace("_", " "), style="cyan")
     name.append(f"  {seconds:.1f} s", style="dim")
     usual = state.metrics.get(f"timing_s/{state.phase_name}", 0.0)
+    if state.waits:
+        return Group(_labelled("phase", name), _labelled("", Text(state.waits, style="yellow"), wraps=True))
     if usual <= 0:
         # The empty line is the place of the bar: nothing below moves when a phase has none.
         return Group(_labelled("phase", name), Text())
@@ -336,10 +339,10 @@ def _join(values: Mapping[str, str]) -> Text:
     return text
 
 
-def _labelled(label: str, content: RenderableType) -> RenderableType:
+def _labelled(label: str, content: RenderableType, *, wraps: bool = False) -> RenderableType:
     table = Table.grid(padding=0, expand=True)
     table.add_column(width=_LABEL, style="dim")
-    table.add_column(ratio=1, no_wrap=True, overflow="ellipsis")  # a long line is cut, and not the label
+    table.add_column(ratio=1, no_wrap=not wraps, overflow="ellipsis")  # a long line is cut, and not the label
     table.add_row(label, content)
     return table
 

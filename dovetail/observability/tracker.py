@@ -56,6 +56,11 @@ class Tracker:
         for sink in self._sinks:
             sink.event(kind, step, facts)
 
+    def show_wait(self, words: str) -> None:
+        """Who waits for whom right now, to the console."""
+        if self._console is not None:
+            self._console.wait(words)
+
     def show_answers(self, step: int, answers: Sequence[ShownAnswer]) -> None:
         """To the sinks, as a table; without one to the console. The run folder has every answer anyway."""
         for sink in self._sinks:

@@ -91,16 +91,20 @@ class BaseTrainer(ABC, Generic[Groups]):
 
     def init_workers(self) -> None:
         """Start the processes and build the models in them."""
-        self._write_now("start")
-        with self.timers("start_processes"):
-            self._groups = self._create_groups()
-        with self.timers("init_models"):
-            self._init_models(self._groups)
+        with self._naming_failures():
+            with self.timers("start_processes"):
+                self._groups = self._create_groups()
+            with self.timers("init_models"):
+                self._init_models(self._groups)
         seconds = self.timers.take()  # not those of the first step; the timeline of step 0 has them
         logger.info("ready to train: %s", ", ".join(f"{name} {value:.1f}" for name, value in seconds.items()))
 
     def fit(self) -> Metrics:
         """Train to the last step, or validate alone; returns the last validation's metrics."""
+        with self._naming_failures():
+            return self._fit()
+
+    def _fit(self) -> Metrics:
         settings = self.config.trainer
         self._load_checkpoint()
         last_validation: Metrics = {}
@@ -111,7 +115,7 @@ class BaseTrainer(ABC, Generic[Groups]):
             if last_validation:
                 self.tracker.log(self.global_step, last_validation | seconds)
         if not settings.val_only:
-            with frozen_gc() as freeze_gc, self.stop.training(), self._naming_failures():
+            with frozen_gc() as freeze_gc, self.stop.training():
                 last_validation = self._train(last_validation, freeze_gc)
         # First: whatever goes wrong below, the last checkpoint is there.
         self._note_saved(self.checkpoints.finish())
@@ -234,16 +238,18 @@ class BaseTrainer(ABC, Generic[Groups]):
         except Exception as error:
             reason = (error.reason if isinstance(error, WorkerError) else str(error))[:1000]
             phase = self.timers.interrupted
+            where = f"step {self.global_step}" if self.global_step else "the start, before the first step"
+            where = f"phase {phase!r} of {where}" if phase else where
             who = f"{error.role}[rank {error.rank}], {error.method}: " if isinstance(error, WorkerError) else ""
             with suppress(OSError):  # a full disk
-                self._write_now(None, failed=f"It failed in phase {phase!r} of step {self.global_step}: {who}{reason}")
+                self._write_now(None, failed=f"It failed in {where}: {who}{reason}")
             if isinstance(error, StalledError):
                 self.tracker.folder.log_event("stalled", self.global_step, phase=phase, reason=reason)
             if not isinstance(error, WorkerError):
                 raise
-            where = f"phase {phase!r} of step {self.global_step}"
             saved = f"step {self._saved_step}" if self._saved_step else "the beginning: it has no checkpoint"
-            error.add_note(f"In {where}. The same command continues the run from {saved}.")
+            continues = f" The same command continues the run from {saved}." if self.global_step else ""
+            error.add_note(f"In {where}.{continues}")
             facts = {"role": error.role, "rank": error.rank, "method": error.method, "phase": phase}
             self.tracker.folder.log_event("worker_failed", self.global_step, **facts, reason=reason)
             raise
@@ -260,6 +266,7 @@ class BaseTrainer(ABC, Generic[Groups]):
         if words and time.time() - self._wait_noted_at >= _NOTE_WAITS_S:
             self._wait_noted_at = time.time()
             self._write_now(self._present_phase, waits=words)
+            self.tracker.show_wait(words)
 
     def _write_now(self, phase: str | None, *, finished: bool = False, stopped: bool = False, **facts: str) -> None:
         # A run that only validates takes no steps, so it has no total.

@@ -232,7 +232,8 @@ def _choose_batches(choices: _Choices, prompts: _Prompts) -> None:
     if prompts.num_rows:
         size = 2 ** int(math.log2(max(1, min(most, prompts.num_rows // 8))))
         steps = prompts.num_rows // size
-        why = f"{prompts.num_rows:,} prompt{'s' * (prompts.num_rows != 1)} make {steps:,} step{'s' * (steps != 1)}"
+        make = "1 prompt makes" if prompts.num_rows == 1 else f"{prompts.num_rows:,} prompts make"
+        why = f"{make} {steps:,} step{'s' * (steps != 1)}"
     else:
         size, why = most, "a usual size"
     size = math.ceil(size / round_size) * round_size

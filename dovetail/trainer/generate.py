@@ -19,7 +19,7 @@ from dovetail.data.encode import Messages, PromptEncoder
 from dovetail.protocol import DataProto
 from dovetail.trainer.devices import uses_gpu
 from dovetail.trainer.groups import create_groups
-from dovetail.trainer.model_folders import fetch_models, load_readers
+from dovetail.trainer.model_folders import fetch_models, load_readers, refuse_broken_models
 from dovetail.trainer.prompt_draws import stable_seed
 
 
@@ -43,6 +43,7 @@ def generate_responses(
     import_user_modules(config.trainer.import_modules)
     refuse_unsupported(config)
     fetch_models(config)
+    refuse_broken_models(config)
     tokenizer, _ = load_readers(config)
     encoder = PromptEncoder(tokenizer, config.data.apply_chat_template_kwargs)
     ids = [encoder.encode(prompt, f"prompt {number}") for number, prompt in enumerate(prompts, 1)]

@@ -51,11 +51,11 @@ def named_models(config: DovetailConfig) -> dict[str, Any]:
 
 def no_gpu() -> ConfigError:
     """For `trainer.device=cuda` on a machine without one."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
     why = (
-        "trainer.device=cuda, but this machine shows no GPU "
-        f"(CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')!r}). Check nvidia-smi and that torch is built "
-        "for CUDA, join a cluster that has GPUs with ray_init.address, or set trainer.device=cpu. `dovetail check "
-        "--no-files` plans a run for another machine."
+        f"trainer.device=cuda, but this machine shows no GPU (CUDA_VISIBLE_DEVICES: {visible}). Check nvidia-smi and "
+        "that torch is built for CUDA, join a cluster that has GPUs with ray_init.address, or set trainer.device=cpu. "
+        "`dovetail check --no-files` plans a run for another machine."
     )
     return ConfigError([Problem("trainer.device", why)])
 

@@ -6,8 +6,8 @@ import inspect
 import logging
 import signal
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -109,46 +109,60 @@ def run_training(
         open_things.enter_context(lock)
         folder.write_config(config.model_dump(mode="json"))
         folder.write_plan(make_plan(config, shapes, device_memory_gib=gpu_gib(config)).to_dict())
-        view = console(f"{settings.project_name}/{settings.experiment_name}", method.total_steps)
-        stop = StopRequest()
-        tracker = open_things.enter_context(
-            Tracker(
-                settings.loggers,
-                folder,
-                project=settings.project_name,
-                experiment=settings.experiment_name,
-                config=config.model_dump(mode="json"),
-                console=view,
-                on_step=_watched(watchers, stop) if watchers else None,
+        with _start_recorded(folder, method.total_steps):
+            view = console(f"{settings.project_name}/{settings.experiment_name}", method.total_steps)
+            stop = StopRequest()
+            tracker = open_things.enter_context(
+                Tracker(
+                    settings.loggers,
+                    folder,
+                    project=settings.project_name,
+                    experiment=settings.experiment_name,
+                    config=config.model_dump(mode="json"),
+                    console=view,
+                    on_step=_watched(watchers, stop) if watchers else None,
+                )
             )
-        )
-        if use_ray and not ray_runs_here():  # one that its process had started before is not the run's
-            open_things.callback(stop_ray)
-        with timers("start_cluster"):
-            use_gpu = start_cluster(config, generates=recording is None) if use_ray else uses_gpu(config)
-        if not use_gpu:
-            warn_of_slow_bfloat16(config)
-        method.cluster_started(use_gpu=use_gpu)
-        open_things.enter_context(stop.listening())  # after Ray's start, which sets a handler of its own
-        trainer = method.create_trainer(
-            tracker,
-            create_groups=lambda: _create_groups(method, folder.path, use_gpu=use_gpu),
-            on_phase=view.phase,
-            stop=stop,
-        )
+            if use_ray and not ray_runs_here():  # one that its process had started before is not the run's
+                open_things.callback(stop_ray)
+            with timers("start_cluster"):
+                use_gpu = start_cluster(config, generates=recording is None) if use_ray else uses_gpu(config)
+            if not use_gpu:
+                warn_of_slow_bfloat16(config)
+            method.cluster_started(use_gpu=use_gpu)
+            open_things.enter_context(stop.listening())  # after Ray's start, which sets a handler of its own
+            trainer = method.create_trainer(
+                tracker,
+                create_groups=lambda: _create_groups(method, folder.path, use_gpu=use_gpu),
+                on_phase=view.phase,
+                stop=stop,
+            )
         trainer.timers.extend(timers)
         try:
             trainer.init_workers()
             validation = trainer.fit()
         except WorkerError as error:
             # An error that the user can fix needs neither the worker's name nor its traceback.
-            if isinstance(error.exception, USER_ERRORS):
+            if isinstance(error.exception, (*USER_ERRORS, StalledError)):
                 raise error.exception from error
             raise
         finally:
             if trainer.has_workers:
                 trainer.groups.shutdown()
     return RunResult(folder.path, trainer.global_step, validation, stop.signum)
+
+
+@contextmanager
+def _start_recorded(folder: RunFolder, total_steps: int) -> Iterator[None]:
+    """The run folder says that the run starts, and why that failed; what comes later the trainer says."""
+    now = {"step": 0, "total_steps": total_steps}
+    folder.write_now(**now, phase="start")
+    try:
+        yield
+    except Exception as error:
+        with suppress(OSError):  # a full disk
+            folder.write_now(**now, phase=None, failed=f"It failed before it started processes: {str(error)[:1000]}")
+        raise
 
 
 def exit_code_of(train: Callable[[], RunResult], config: DovetailConfig) -> int:

@@ -13,7 +13,9 @@ import torch
 
 from dovetail.agents.stream import AgentStream
 from dovetail.agents.types import InfrastructureError
+from dovetail.observability.stalls import StalledError
 from dovetail.protocol import DataProto
+from dovetail.rollout import loop_thread
 from dovetail.rollout.native.engine import NativeEngine
 from tests.agents.exactness import agents_for, check_engine, check_log_probs, rollout_config, task_prompts
 from tests.agents.test_loops import ScriptedTools
@@ -230,6 +232,25 @@ def test_faults_of_one_trajectory_touch_no_other_and_are_named(folder: Path) -> 
     prompts.non_tensor_batch["agent_name"] = np.array(["nobody", "tool_agent"], dtype=object)
     with pytest.raises(ValueError, match="there is no agent loop 'nobody'"):
         stream.start(prompts)
+
+
+def test_a_tool_that_blocks_the_event_loop_ends_the_run_as_stalled(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop_thread, "_TICK_S", 0.02)
+    release, rollout = threading.Event(), rollout_config()
+
+    class Blocking(ScriptedTools):
+        async def open(self, task: Any, state: Any = None) -> Any:
+            release.wait(60)
+            return await super().open(task, state)
+
+    agents = agents_for(rollout, Blocking(str), stall_timeout_s=0.1)
+    with pytest.raises(StalledError, match=r"(?s)no progress for .* release\.wait"):
+        agents.generate(NativeEngine(folder), rollout, task_prompts(1), pad_token_id=0)
+    agents.close()  # does not wait for it either
+    release.set()
+    agents.thread.close()
 
 
 def test_a_call_that_runs_is_named_with_its_draw(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -170,3 +171,14 @@ def test_a_resolved_configuration_loads_again_unchanged(tmp_path: Path) -> None:
     again = load_config([path])
     assert again.config == config
     assert again.notices == ()
+
+
+def test_a_folder_or_a_data_file_in_the_place_of_a_yaml_file_is_answered_with_what_was_meant(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n')
+    for name, meant in (("run", f"model={tmp_path}/run"), ("rows.jsonl", f"data={tmp_path}/rows.jsonl")):
+        with pytest.raises(ConfigError, match=re.escape(f"did you mean {meant}?")):
+            load_config([tmp_path / name])
+    (tmp_path / "run" / "config.yaml").touch()
+    with pytest.raises(ConfigError, match=r"is a folder; did you mean .*/run/config\.yaml\?"):
+        load_config([tmp_path / "run"])

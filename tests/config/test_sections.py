@@ -76,6 +76,7 @@ def test_derived_values() -> None:
     actor = ActorConfig(clip_ratio=0.3, clip_ratio_high=0.4)
     assert (actor.clip_low, actor.clip_high) == (0.3, 0.4)
     assert DataConfig(val_files=[""]).val_paths == ()
+    assert DataConfig(val_files=None).val_paths == ()
     assert DataConfig(train_files="a.parquet", train_batch_size=8).generation_batch_size == 8
     assert OptimConfig(lr_warmup_steps_ratio=0.1).warmup_steps(50) == 5
     assert OptimConfig(lr=1.0, min_lr_ratio=0.1).lowest_lr == pytest.approx(0.1)

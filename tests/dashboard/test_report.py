@@ -12,6 +12,7 @@ from dovetail.api.run import Run
 from dovetail.cli.main import main
 from dovetail.dashboard import report
 from dovetail.dashboard.run_files import DashboardError, MetricsTable
+from dovetail.observability.run_folder import RunFolder
 from tests.dashboard.synthetic import line, validation_row, write_config, write_run
 
 pytestmark = pytest.mark.unit
@@ -49,7 +50,10 @@ def test_a_report_is_complete_in_itself_and_escapes_what_the_model_wrote(
 def test_a_report_refuses_in_words_what_it_cannot_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_config(tmp_path / "runs" / "a", {})
     assert main(["report", str(tmp_path / "runs" / "a")]) == 2
-    assert "no finished step yet" in capsys.readouterr().err
+    assert capsys.readouterr().err.endswith("no finished step yet; there is nothing to report.\n")
+    RunFolder(tmp_path / "runs" / "a").write_now(step=0, phase=None, failed="It failed at the start: no memory.")
+    assert main(["report", str(tmp_path / "runs" / "a")]) == 2
+    assert "nothing to report. It failed at the start: no memory." in capsys.readouterr().err
     write_config(tmp_path / "runs" / "b", {})
     assert main(["report", str(tmp_path / "runs")]) == 2
     assert "holds 2 runs (a, b); a report is about one" in capsys.readouterr().err

@@ -123,6 +123,15 @@ def test_the_command_generates_files(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "train.parquet: 8 prompts" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("name", GENERATED)
+def test_every_task_can_be_generated_without_options(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    assert main(["data", name, "--out", str(tmp_path)]) == 0
+    assert len(read_rows(str(tmp_path / "train.parquet"))) == 1000
+    assert capsys.readouterr().out.startswith("--levels ")
+
+
 RAW = [
     {"question": "Two and two?", "answer": "2 + 2 = <<2+2=4>>4\n#### 4"},
     {"question": "A thousand and one?", "answer": "#### 1,001"},

@@ -15,7 +15,7 @@ import torch
 
 from dovetail.config import DovetailConfig
 from dovetail.data.build import build_train_loader
-from dovetail.data.encode import PromptEncoder, truncate
+from dovetail.data.encode import PromptEncoder, short, truncate
 from dovetail.data.errors import DataError
 from dovetail.data.files import write_rows
 from dovetail.protocol import validate_stage
@@ -311,6 +311,8 @@ def test_as_many_images_as_places_are_wanted_before_the_first_step(tmp_path: Pat
         ({"prompt": [{"type": "image", "image": "3"}]}, "names <image> 1 times and the row has 0 images"),
         ({"prompt": [{"type": "image_url", "image_url": {"url": "3"}}]}, "has the type 'image_url', which would be"),
         ({"prompt": "<image> what", "images": "3"}, "images is '3'; it must be a list"),
+        ({"prompt": "<image> what", "images": [3]}, "row 0: images holds 3; each of its entries must be a path, the"),
+        ({"prompt": "<image> what", "images": [None]}, "row 0: images holds None"),
     ],
 )
 def test_an_image_that_the_model_would_not_see_is_refused(row: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -343,6 +345,16 @@ def test_an_image_that_cannot_be_opened_is_named_with_its_row(tmp_path: Path) ->
     made = dataset(str(file), processor=FakeProcessor(), requires_ground_truth=False)
     with pytest.raises(DataError, match=r"row 0: the image '.* cannot be opened: .*nothing\.png"):
         made[0]
+    row["images"] = [{"path": None, "url": "a"}]
+    made = dataset(str(write_rows([row], tmp_path / "b.jsonl")), processor=FakeProcessor(), requires_ground_truth=False)
+    with pytest.raises(DataError, match=r"b\.jsonl row 0: an image has neither bytes nor path, only path, url"):
+        made[0]
+
+
+def test_a_long_value_is_cut_and_closed() -> None:
+    assert short("a" * 78) == repr("a" * 78)
+    assert short("a" * 79) == repr("a" * 75 + "...")
+    assert short(["a" * 79]) == f"['{'a' * 74}...]"
 
 
 def test_tools_are_in_prompts_with_images_too(tmp_path: Path) -> None:

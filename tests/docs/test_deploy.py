@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import fnmatch
 import json
-import os
 import re
 import shlex
 import subprocess
@@ -39,6 +38,9 @@ algorithm: {adv_estimator: grpo}
 SCONTROL = "#!/bin/bash\nprintf 'node-a\\n'\nprintf 'node-b-%s\\n' {1..20000}\n"
 SRUN = '#!/bin/bash\nwhile [[ $1 == --* ]]; do shift; done\nexec "$@"\n'
 GETENT = "#!/bin/bash\n[[ $* == 'ahostsv4 node-a' ]] || exit 2\nprintf '%s STREAM\\n' 127.0.1.1 10.0.0.7 10.0.0.8\n"
+# As the real one it returns the highest code of all tasks: on another node, one that it ended with SIGTERM.
+SRUN_OF_TWO = f"{SRUN.replace('exec ', '')}[[ $? == 0 ]] || exit 143\n"
+RAY_RUNS = '#!/bin/bash\n[[ $1 == symmetric-run ]] || exit 0\nwhile [[ $1 != -- ]]; do shift; done\nshift\n"$@"\n'
 RAY = '#!/bin/bash\nprintf \'%s\\n\' "$@" >> "$RAY_CALLS"\necho >> "$RAY_CALLS"\n'
 
 
@@ -64,16 +66,7 @@ def test_the_slurm_script_starts_ray_on_all_nodes_and_trains_on_the_first(
     from ray.scripts.scripts import get_auth_token, start
     from ray.scripts.symmetric_run import symmetric_run
 
-    (reader / "bin").mkdir()
-    for name, text in {"scontrol": SCONTROL, "srun": SRUN, "getent": GETENT, "ray": RAY, "activate": ""}.items():
-        (reader / "bin" / name).write_text(text)
-        (reader / "bin" / name).chmod(0o755)
-    environment = {"PATH": f"{reader / 'bin'}:{os.environ['PATH']}", "DOVETAIL_VENV": str(reader)}
-    environment |= {"RAY_CALLS": str(reader / "calls"), "SLURM_GPUS_ON_NODE": "8"}
-    environment |= {"SLURM_GPUS_PER_NODE": "h100:4"}
-    environment |= {"SLURM_JOB_NODELIST": "node-[a-b]", "SLURM_JOB_NUM_NODES": "2"}
-    script = ["bash", str(DEPLOY / "slurm.sh"), "run.yaml", "data.seed=3"]
-    done = subprocess.run(script, cwd=reader, env=environment, capture_output=True, text=True, timeout=60)
+    done = run_slurm_script(reader, {"ray": RAY}, "run.yaml", "data.seed=3")
     assert done.returncode == 0, done.stderr
     token, run = [call.splitlines() for call in (reader / "calls").read_text().strip().split("\n\n")]
     assert token[0] == "get-auth-token"
@@ -84,9 +77,43 @@ def test_the_slurm_script_starts_ray_on_all_nodes_and_trains_on_the_first(
     assert (parsed["address"], parsed["min_nodes"]) == ("10.0.0.7:6379", 2)
     for_ray = list(parsed["ray_args_and_entrypoint"])
     assert start.make_context("start", for_ray).params["num_gpus"] == 4
-    train = run[separator + 1 :]
+    train = run[run.index("dovetail") :]
     check_training(train, capsys)
     assert {"data.seed=3", "trainer.nnodes=2", "trainer.n_gpus_per_node=4", "ray_init.address=auto"} <= set(train)
+
+
+@pytest.mark.parametrize(("dovetail", "code"), [("exit 0", 0), ("exit 75", 75), ("kill -9 $$", 137), ("", 127)])
+def test_the_slurm_job_ends_with_the_runs_own_exit_code(reader: Path, dovetail: str, code: int) -> None:
+    commands = {"ray": RAY_RUNS, "srun": SRUN_OF_TWO}
+    done = run_slurm_script(reader, commands | ({"dovetail": f"#!/bin/bash\n{dovetail}\n"} if dovetail else {}))
+    assert done.returncode == code, done.stderr
+
+
+def test_a_slurm_job_whose_ray_does_not_start_ends_with_the_code_of_srun(reader: Path) -> None:
+    done = run_slurm_script(reader, {"ray": RAY_RUNS.replace('"$@"', "exit 1"), "srun": SRUN_OF_TWO})
+    assert done.returncode == 143, done.stderr
+
+
+def test_a_slurm_job_that_is_cancelled_waits_for_the_run(reader: Path) -> None:
+    """SLURM sends SIGTERM to every process of the step; the run saves a checkpoint before it ends."""
+    dovetail = "#!/bin/bash\ntrap 'sleep 0.2; exit 9' TERM\nkill $PPID $$\nwhile :; do sleep 0.05; done\n"
+    done = run_slurm_script(reader, {"ray": RAY_RUNS, "srun": SRUN_OF_TWO, "dovetail": dovetail})
+    assert done.returncode == 9, done.stderr
+
+
+def run_slurm_script(folder: Path, commands: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    """On the first of two nodes, with stand-ins for what is not here."""
+    (folder / "bin").mkdir()
+    commands = {"scontrol": SCONTROL, "srun": SRUN, "getent": GETENT, "activate": "", **commands}
+    for name, text in commands.items():
+        (folder / "bin" / name).write_text(text)
+        (folder / "bin" / name).chmod(0o755)
+    environment = {"PATH": f"{folder / 'bin'}:/usr/bin:/bin", "DOVETAIL_VENV": str(folder)}
+    environment |= {"RAY_CALLS": str(folder / "calls"), "SLURM_GPUS_ON_NODE": "8"}
+    environment |= {"SLURM_GPUS_PER_NODE": "h100:4"}
+    environment |= {"SLURM_JOB_NODELIST": "node-[a-b]", "SLURM_JOB_NUM_NODES": "2"}
+    script = ["bash", str(DEPLOY / "slurm.sh"), *arguments]
+    return subprocess.run(script, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
 
 
 def test_the_kuberay_manifest_has_the_devices_that_its_launch_line_asks_for(

@@ -76,6 +76,22 @@ def test_a_long_line_is_cut_and_not_its_label() -> None:
     ]
 
 
+def test_a_wait_takes_the_place_of_the_bar_until_the_phase_ends() -> None:
+    state = ConsoleState("p/e", 20)
+    state.end_step(2, METRICS)
+    state.phase("gen")
+    height = len(show(state, state.started, 80).splitlines())
+    state.waits = "the trainer waits for draw 12 for 40 s"
+    assert state.waits in show(state, state.started, 80)
+    assert len(show(state, state.started, 80).splitlines()) == height
+    state.waits += "; draw 12 waits for engine 0, its last token 35 s ago"
+    shown = show(state, state.started, 60)
+    assert "its last" in shown
+    assert max(map(len, shown.splitlines())) <= 60
+    state.phase("update_actor")
+    assert "waits" not in show(state, state.started, 80)
+
+
 def test_the_height_does_not_change_between_phases() -> None:
     state = ConsoleState("p/e", 20)
     state.end_step(1, METRICS)

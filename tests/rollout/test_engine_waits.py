@@ -7,6 +7,7 @@ import math
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ import pytest
 
 from dovetail.controller.hangs import CallLimits
 from dovetail.observability import waits
+from dovetail.observability.stalls import StalledError
 from dovetail.observability.waits import WaitTimeout
 from dovetail.rollout import gate as gate_module
 from dovetail.rollout import loop_thread
@@ -276,6 +278,27 @@ def test_a_function_that_blocks_the_event_loop_is_named(
     wait_until(lambda: any("event loop agents" in str(wait) for wait in waits._REGISTER.look()), "a wait that is named")
     release.set()
     assert "in blocks" in caplog.text
+    loop.close()
+
+
+def test_a_function_that_blocks_the_event_loop_for_too_long_is_a_stall(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop_thread, "_TICK_S", 0.01)
+    loop, release, began = LoopThread("agents"), threading.Event(), threading.Event()
+
+    async def blocks() -> None:
+        began.set()
+        release.wait(60)
+
+    loop.refuse_blocked(60.0)
+    loop.start(blocks())
+    began.wait(60)
+    time.sleep(0.05)
+    loop.refuse_blocked(60.0)
+    assert not loop.is_stalled
+    with pytest.raises(StalledError, match=r"(?s)event loop agents is blocked by a function that .* in blocks\n"):
+        loop.refuse_blocked(0.03)
+    assert loop.is_stalled
+    release.set()
     loop.close()
 
 

@@ -19,6 +19,7 @@ from dovetail.checkpoint.store import CheckpointStore
 from dovetail.cli.main import main
 from dovetail.config import ConfigError
 from dovetail.config.root import DovetailConfig
+from dovetail.dashboard.runs import Run
 from dovetail.data.errors import DataError
 from dovetail.data.files import write_rows
 from dovetail.observability.disk import DiskFullError
@@ -134,6 +135,38 @@ def test_a_prompt_longer_than_the_limit_names_the_row_and_the_way_out(toy: Toy, 
     assert "truncation" in str(caught.value) or "filter_overlong_prompts" in str(caught.value)
     _, found = train(toy.config(tmp_path / "run", {**keys, "data.filter_overlong_prompts": True}))
     assert len(found) == 3
+
+
+@pytest.mark.parametrize("when", ["cluster", "start_processes", "testing"])
+def test_a_run_that_fails_before_its_first_step_says_why_in_its_folder(
+    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    def out_of_memory(*_: object, **__: object) -> None:
+        raise RuntimeError("CUDA out of memory")
+
+    keys, said = {
+        "cluster": ({}, "before it started processes: CUDA out of memory"),
+        "start_processes": ({}, "in phase 'start_processes' of the start, before the first step: CUDA out of memory"),
+        "testing": (
+            {
+                "custom_reward_function.path": reward_file(tmp_path, "1 / 0"),
+                "data.val_files": str(toy.data / "val.parquet"),
+                "trainer.val_before_train": True,
+            },
+            "in phase 'testing' of the start, before the first step: 1 of 4 responses could not be scored",
+        ),
+    }[when]
+    if name := {"cluster": "uses_gpu", "start_processes": "_create_groups"}.get(when):
+        monkeypatch.setattr(f"dovetail.trainer.run.{name}", out_of_memory)
+    with pytest.raises(RuntimeError):
+        train(toy.config(tmp_path / "run", keys))
+    run = Run("run", tmp_path / "run")
+    run.refresh()
+    status = run.status()
+    assert status["state"] == "stopped"
+    assert f"It failed {said}" in status["message"]
+    (warning,) = [warning for warning in run.health() if warning["rule"] == "stopped"]
+    assert said in warning["evidence"]
 
 
 # ---- rewards ----

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from dovetail.cli.main import main
@@ -141,6 +141,14 @@ def test_generate_writes_what_the_run_validated(
     monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(prompts)))
     assert main(["generate", folder, *options]) == 0
     assert again.read_text() == out.read_text()
+
+
+def test_a_reward_model_generates_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = save_toy_model(tmp_path)  # its head is tied to the embedding: no tensor is missing
+    head, file = {"score.weight": torch.ones(1, 64)}, folder / "model.safetensors"
+    save_file(load_file(file) | head, file, metadata={"format": "pt"})
+    assert main(["generate", str(folder), "hello"]) == 2
+    assert "is a reward model: its weights have a head that scores (score.weight)" in capsys.readouterr().err
 
 
 def test_generate_samples_several_and_takes_chats_and_long_prompts(saved: Path, tmp_path: Path) -> None:

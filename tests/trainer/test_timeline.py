@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from dovetail.observability.console import PlainConsole
 from dovetail.observability.run_folder import RunFolder, read_json_lines
 from dovetail.observability.stalls import StalledError
 from dovetail.observability.timers import PhaseTimers
@@ -53,7 +54,8 @@ def test_a_run_that_stalls_says_so_in_its_folder_and_who_waited_before(
     toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = "the trainer waits for draw 3; draw 3 waits for engine 0"
-    noted = []
+    noted, shown = [], []
+    monkeypatch.setattr(PlainConsole, "wait", lambda _, words: shown.append(words))
 
     def stalls(trainer: RayPPOTrainer) -> dict[str, float]:
         with trainer.timers("gen"):
@@ -66,7 +68,8 @@ def test_a_run_that_stalls_says_so_in_its_folder_and_who_waited_before(
     monkeypatch.setattr(RayPPOTrainer, "_train_step", stalls)
     keys = {"data.val_files": str(toy.data / "val.parquet"), "trainer.val_before_train": True}
     with pytest.raises(StalledError):
-        train(toy.config(tmp_path, keys))
+        train(toy.config(tmp_path, keys | {"trainer.logger": ["console"]}))
+    assert shown == [words], "once, after five seconds"
     assert (noted[0]["phase"], noted[0]["waits"]) == ("gen", words)
     now = json.loads((tmp_path / "now.json").read_text())
     assert now["failed"] == f"It failed in phase 'gen' of step 1: no progress for 300 s: {words}."

@@ -55,9 +55,27 @@ USUAL_NAMES: dict[str, str] = {
     "peft_config": "actor_rollout_ref.model.lora_rank",
     "use_vllm": "engine",
     "epochs": "trainer.total_epochs",
+    "num_epochs": "trainer.total_epochs",
+    "num_steps": "steps",
     "batch_size": "data.train_batch_size (prompts per step, on all devices together)",
+    "model_name": "model",
+    "model_name_or_path": "model",
+    "train_data": "data",
+    "eval_data": "val_data",
+    "reward_fn": "reward",
+    "max_tokens": "data.max_response_length",
+    "max_new_tokens": "data.max_response_length",
+    "group_size": "actor_rollout_ref.rollout.n",
+    "num_samples": "actor_rollout_ref.rollout.n",
+    "beta": f"{_ACTOR}.kl_loss_coef (with use_kl_loss=True; of preferences dpo.beta)",
+    "lora": "actor_rollout_ref.model.lora_rank",
+    "lora_r": "actor_rollout_ref.model.lora_rank",
+    "seed": "trainer.seed",
+    "gpus": "trainer.n_gpus_per_node",
+    "num_gpus": "trainer.n_gpus_per_node",
+    "wandb": "trainer.logger",
 }
-"""Usual names, most of them TRL's, and the ones that mean it here, for messages: docs/guide/from-trl.md says what
+"""Usual names, many of them TRL's, and the ones that mean it here, for messages: docs/guide/from-trl.md says what
 differs."""
 
 
