@@ -243,16 +243,22 @@ class BaseTrainer(ABC, Generic[Groups]):
             who = f"{error.role}[rank {error.rank}], {error.method}: " if isinstance(error, WorkerError) else ""
             with suppress(OSError):  # a full disk
                 self._write_now(None, failed=f"It failed in {where}: {who}{reason}")
-            if isinstance(error, StalledError):
-                self.tracker.folder.log_event("stalled", self.global_step, phase=phase, reason=reason)
-            if not isinstance(error, WorkerError):
-                raise
-            saved = f"step {self._saved_step}" if self._saved_step else "the beginning: it has no checkpoint"
-            continues = f" The same command continues the run from {saved}." if self.global_step else ""
-            error.add_note(f"In {where}.{continues}")
-            facts = {"role": error.role, "rank": error.rank, "method": error.method, "phase": phase}
-            self.tracker.folder.log_event("worker_failed", self.global_step, **facts, reason=reason)
+            if isinstance(error, WorkerError):
+                saved = f"step {self._saved_step}" if self._saved_step else "the beginning: it has no checkpoint"
+                continues = f" The same command continues the run from {saved}." if self.global_step else ""
+                error.add_note(f"In {where}.{continues}")
+            # An event makes the folder one of a run, which the next attempt would move to `previous_N`.
+            if self.global_step:
+                self._note_failure(error, phase, reason)
             raise
+
+    def _note_failure(self, error: Exception, phase: str | None, reason: str) -> None:
+        folder, step = self.tracker.folder, self.global_step
+        if isinstance(error, StalledError):
+            folder.log_event("stalled", step, phase=phase, reason=reason)
+        if isinstance(error, WorkerError):
+            facts = {"role": error.role, "rank": error.rank, "method": error.method, "phase": phase}
+            folder.log_event("worker_failed", step, **facts, reason=reason)
 
     def _phase_changed(self, name: str | None) -> None:
         self._present_phase, self._phase_began = name, time.time()

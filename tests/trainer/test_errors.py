@@ -165,6 +165,7 @@ def test_a_run_that_fails_before_its_first_step_says_why_in_its_folder(
     status = run.status()
     assert status["state"] == "stopped"
     assert f"It failed {said}" in status["message"]
+    assert not RunFolder(tmp_path / "run").read_events(), "another attempt starts over here"
     (warning,) = [warning for warning in run.health() if warning["rule"] == "stopped"]
     assert said in warning["evidence"]
 
