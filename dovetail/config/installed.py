@@ -69,20 +69,26 @@ _TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio", "swanlab", "clearml")
 
 def installed_parts(config: DovetailConfig) -> list[Part]:
     """Every engine, backend and extra, and the trackers of the run; what the run needs is marked so."""
+    return _parts(config)
+
+
+def _parts(config: DovetailConfig, *, only_needed: bool = False) -> list[Part]:
+    """Reading the metadata of all packages takes longer than all else that is checked before a run."""
     needed = _needed_by(config)
     asked = [name for name in dict.fromkeys(config.trainer.loggers) if name in _TRACKERS]
     trackers = [
         Part("tracker", name, f"trainer.logger={name}", name, key="trainer.logger", fix=f"pip install {name}")
         for name in asked
     ]
-    return [_examined(part, part.name in needed) for part in (*_PARTS, *trackers)]
+    wanted = [part for part in (*_PARTS, *trackers) if part.name in needed or not only_needed]
+    return [_examined(part, part.name in needed) for part in wanted]
 
 
 def missing_libraries(config: DovetailConfig) -> list[Problem]:
     """An error for everything that the run needs and that is not installed; a warning for versions that were not
     tried."""
     problems = []
-    for part in installed_parts(config):
+    for part in _parts(config, only_needed=True):
         if part.failed and part.status == "missing":
             library = part.libraries.replace("|", " ").split()[0]
             why = f"{part.purpose} needs the package {library}, which is not installed here: {part.fix}."

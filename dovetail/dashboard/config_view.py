@@ -11,6 +11,7 @@ import yaml
 from dovetail.config.keys import catalogue, is_secret_key
 from dovetail.config.root import DovetailConfig
 from dovetail.config.tree import leaves
+from dovetail.config.yaml_text import load_yaml
 from dovetail.dashboard.run_files import DashboardError
 
 _HIDDEN = "(hidden)"
@@ -19,7 +20,7 @@ _HIDDEN = "(hidden)"
 def read_config(file: Path) -> dict[str, Any]:
     """Dotted keys and values of a `config.yaml`. Values of keys that look like secrets are hidden."""
     try:
-        tree = yaml.safe_load(file.read_text(encoding="utf-8"))
+        tree = load_yaml(file.read_text(encoding="utf-8"))
     except OSError:
         raise DashboardError("this run has no config.yaml; it is written when a run starts.") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -111,9 +111,9 @@ class RunFolder:
 
     def write_config(self, values: Mapping[str, Any]) -> None:
         """The resolved configuration as YAML; give `config.model_dump(mode="json")`."""
-        import yaml
+        from dovetail.config.yaml_text import dump_yaml
 
-        self._write_anew(CONFIG, yaml.safe_dump(dict(values), sort_keys=False, allow_unicode=True))
+        self._write_anew(CONFIG, dump_yaml(values))
 
     def config_of(self, step: int) -> Path:
         """The configuration that the run had when it saved the checkpoint of `step`."""
@@ -194,9 +194,9 @@ class RunFolder:
         files = [self.path / f"{_BEFORE}{CONFIG}", self.path / CONFIG]
         if not all(file.exists() for file in files):
             return {}
-        import yaml
+        from dovetail.config.yaml_text import load_yaml
 
-        old, new = (dict(leaves(yaml.safe_load(file.read_text(encoding="utf-8")) or {})) for file in files)
+        old, new = (dict(leaves(load_yaml(file.read_text(encoding="utf-8")) or {})) for file in files)
         changed = {key: (old.get(key), new.get(key)) for key in {**old, **new} if old.get(key) != new.get(key)}
         return {key: ("hidden", "hidden") if is_secret_key(key) else values for key, values in changed.items()}
 

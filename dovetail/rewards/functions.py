@@ -6,13 +6,12 @@ or a dict with `score` and further columns; it may be `async`. A batch function 
 
 from __future__ import annotations
 
-import asyncio
 import importlib
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from dovetail.config.user_code import load_user_object
 from dovetail.rewards.decoding import DecoderSource
@@ -70,7 +69,13 @@ def load_function(
         raise RewardError(f"{spec.name} of {spec.path} cannot be called with ({shown}): {error}") from None
 
 
-def call_function(function: Callable[..., Any], arguments: Mapping[str, Any], loop: asyncio.AbstractEventLoop) -> Any:
+class EventLoop(Protocol):
+    """What is asked of asyncio's: this module is imported at the start of every scoring process, asyncio is not."""
+
+    def run_until_complete(self, coroutine: Coroutine[Any, Any, Any], /) -> Any: ...
+
+
+def call_function(function: Callable[..., Any], arguments: Mapping[str, Any], loop: EventLoop) -> Any:
     """Call a plain or an async function and wait for what it returns."""
     result = function(**arguments)
     return loop.run_until_complete(_await(result)) if inspect.isawaitable(result) else result

@@ -7,7 +7,6 @@ a call.
 
 from __future__ import annotations
 
-import asyncio
 import faulthandler
 import importlib
 import os
@@ -16,7 +15,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -25,6 +24,7 @@ from dovetail.rewards import decoding, functions, signatures
 from dovetail.rewards.decoding import TokenIds, decode_call, with_texts
 from dovetail.rewards.errors import RewardError
 from dovetail.rewards.functions import (
+    EventLoop,
     FunctionSpec,
     StartMessage,
     call_function,
@@ -43,8 +43,7 @@ def main(fd: int, start_file: int) -> None:
     faulthandler.enable()
     _die_with_parent()
     connection = Connection(fd)
-    loop = asyncio.new_event_loop()
-    asyncio.set_event_loop(loop)
+    loop = _LazyLoop()
     try:
         start: StartMessage = pickle.loads(_read_whole(start_file))
         # What the driver can import, this process can too. Set before anything of the user's is loaded.
@@ -53,6 +52,8 @@ def main(fd: int, start_file: int) -> None:
             importlib.import_module(module)
         loaded = [load_function(spec, start.arguments, start.columns) for spec in start.specs]
         decode = _no_decoder if start.decoder is None else start.decoder.load()
+        if "asyncio" in sys.modules:  # a plain function may ask for the current loop
+            loop.get()
     except Exception as error:  # noqa: BLE001  the process boundary: the driver raises it
         # These say all there is to say; other code that fails has a traceback of its own.
         is_plain = isinstance(error, (UserCodeError, RewardError))
@@ -124,7 +125,7 @@ def _score_one(
     functions: Sequence[Callable[..., Any]],
     specs: Sequence[FunctionSpec],
     call: Mapping[str, Any],
-    loop: asyncio.AbstractEventLoop,
+    loop: EventLoop,
 ) -> dict[str, Any]:
     results = [
         read_result(call_function(function, {**call, **spec.kwargs}, loop))
@@ -137,7 +138,7 @@ def _score_batch(
     functions: Sequence[Callable[..., Any]],
     specs: Sequence[FunctionSpec],
     call: Mapping[str, Sequence[Any]],
-    loop: asyncio.AbstractEventLoop,
+    loop: EventLoop,
 ) -> list[dict[str, Any] | str]:
     """One entry per row: its columns, or a message when the value of that row is no score."""
     rows = len(next(iter(call.values())))
@@ -153,6 +154,24 @@ def _read_row(results: Sequence[Any], specs: Sequence[FunctionSpec]) -> dict[str
         return combine_results([read_result(result) for result in results], specs)
     except ValueError as error:
         return str(error)
+
+
+class _LazyLoop:
+    """The event loop of all calls. Importing asyncio is half of a start, and few functions are coroutines."""
+
+    def __init__(self) -> None:
+        self._loop: EventLoop | None = None
+
+    def get(self) -> EventLoop:
+        if self._loop is None:
+            import asyncio
+
+            self._loop = asyncio.new_event_loop()
+            asyncio.set_event_loop(self._loop)
+        return self._loop
+
+    def run_until_complete(self, coroutine: Coroutine[Any, Any, Any], /) -> Any:
+        return self.get().run_until_complete(coroutine)
 
 
 def _die_with_parent() -> None:

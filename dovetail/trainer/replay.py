@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from dovetail.checkpoint.manifest import read_manifest
 from dovetail.checkpoint.store import CheckpointStore
 from dovetail.config.load import load_config
 from dovetail.config.root import DovetailConfig
+from dovetail.config.yaml_text import load_yaml
 from dovetail.observability.run_folder import CONFIG, RunFolder
 from dovetail.trainer.recording import RecordError, Recording
 from dovetail.trainer.run import run_training
@@ -69,7 +68,7 @@ def compare(folder: Path, replayed: Path) -> Replay:
 def _config(folder: Path, out: Path) -> DovetailConfig:
     """The run's own, without what only its generation needed."""
     try:
-        tree: dict[str, Any] = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
+        tree: dict[str, Any] = load_yaml((folder / CONFIG).read_text(encoding="utf-8"))
     except OSError as error:
         raise RecordError(
             f"{folder} is no run folder: its {CONFIG} cannot be read ({error.strerror}); give the folder "

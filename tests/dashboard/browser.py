@@ -14,9 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, Page, Playwright
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+# Containers run as root, where Chromium's own sandbox does not start.
+_FLAGS = ["--no-sandbox", "--disable-gpu"]
+# A page finds an empty storage, whatever the pages before it have left.
+_EMPTY_STORAGE = """
+if (location.protocol.startsWith("http") && !sessionStorage.getItem("empty")) {
+  localStorage.clear();
+  sessionStorage.setItem("empty", "yes");
+}
+"""
 # Addresses of the replies that the page has read. A timer runs after everything that awaited the reply.
 _RECORD_READ = """
 window.read = [];
@@ -38,15 +47,30 @@ def chromium() -> str:
 
 
 @contextmanager
-def open_browser() -> Iterator[Browser]:
-    """A headless browser."""
-    with sync_playwright() as playwright:
-        # Containers run as root, where Chromium's own sandbox does not start.
-        browser = playwright.chromium.launch(executable_path=chromium(), args=["--no-sandbox", "--disable-gpu"])
-        try:
-            yield browser
-        finally:
-            browser.close()
+def open_browser(playwright: Playwright) -> Iterator[Browser]:
+    """A headless browser that keeps nothing of one context for the next."""
+    browser = playwright.chromium.launch(executable_path=chromium(), args=_FLAGS)
+    try:
+        yield browser
+    finally:
+        browser.close()
+
+
+@contextmanager
+def open_profile(playwright: Playwright, folder: Path) -> Iterator[BrowserContext]:
+    """A headless browser that keeps compiled scripts in a folder, as a user's does.
+
+    Without them every page compiles plotly.js again, which is most of its time.
+    """
+    keep_at_once = "--blink-settings=v8CacheOptions=3"  # at the first page, not at the second
+    profile = playwright.chromium.launch_persistent_context(
+        folder, executable_path=chromium(), args=[*_FLAGS, keep_at_once], viewport={"width": 1280, "height": 900}
+    )
+    profile.add_init_script(_EMPTY_STORAGE)
+    try:
+        yield profile
+    finally:
+        profile.close()
 
 
 @dataclass(frozen=True)

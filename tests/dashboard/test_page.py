@@ -8,10 +8,21 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, Page, Route, expect
+from playwright.sync_api import BrowserContext, Page, Playwright, Route, expect, sync_playwright
 
 from dovetail.observability.run_folder import RunFolder
-from tests.dashboard.browser import Server, drawn, go, open_browser, poll, seconds_to_first_view, serve, show, until
+from tests.dashboard.browser import (
+    Server,
+    drawn,
+    go,
+    open_browser,
+    open_profile,
+    poll,
+    seconds_to_first_view,
+    serve,
+    show,
+    until,
+)
 from tests.dashboard.synthetic import (
     answer_row,
     line,
@@ -30,8 +41,14 @@ NASTY = '<img src=x onerror="document.title=\'owned\'"><script>document.title="o
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with open_browser() as opened:
+def playwright() -> Iterator[Playwright]:
+    with sync_playwright() as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def profile(playwright: Playwright, tmp_path_factory: pytest.TempPathFactory) -> Iterator[BrowserContext]:
+    with open_profile(playwright, tmp_path_factory.mktemp("profile")) as opened:
         yield opened
 
 
@@ -66,13 +83,13 @@ def server(folders: list[Path]) -> Iterator[Server]:
 
 
 @pytest.fixture
-def page(browser: Browser) -> Iterator[Page]:
-    context = browser.new_context(viewport={"width": 1280, "height": 900})
-    opened = context.new_page()
+def page(profile: BrowserContext) -> Iterator[Page]:
+    opened = profile.new_page()
     opened.set_default_timeout(30_000)
     yield opened
-    assert getattr(opened, "problems", []) == []
-    context.close()
+    problems = list(getattr(opened, "problems", []))  # before it is closed, which breaks off what it is asking for
+    opened.close()
+    assert problems == []
 
 
 # ---- overview ----
@@ -442,9 +459,10 @@ def test_keys_reach_every_view_and_the_theme(page: Page, server: Server) -> None
     expect(page.locator("#help")).to_be_visible()
 
 
-def test_a_small_screen_needs_no_sideways_scrolling(browser: Browser, async_server: Server) -> None:
-    context = browser.new_context(viewport={"width": 360, "height": 740}, color_scheme="dark")
-    small = show(context.new_page(), async_server, "#view=overview&run=async")
+def test_a_small_screen_needs_no_sideways_scrolling(page: Page, async_server: Server) -> None:
+    page.set_viewport_size({"width": 360, "height": 740})
+    page.emulate_media(color_scheme="dark")
+    small = show(page, async_server, "#view=overview&run=async")
     assert small.evaluate("() => document.documentElement.dataset.theme") == "dark"
     views = [("async", view) for view in ("overview", "time", "rollouts", "config", "health", "async")]
     for run, view in [*views, ("agent", "rollouts")]:
@@ -452,7 +470,6 @@ def test_a_small_screen_needs_no_sideways_scrolling(browser: Browser, async_serv
         if small.locator(".plot").count():
             small.locator(".plot[data-drawn]").first.wait_for()
         assert small.evaluate("() => document.documentElement.scrollWidth") <= 360, (run, view)
-    context.close()
 
 
 # ---- live, broken, large ----
@@ -496,14 +513,13 @@ def test_a_broken_place_in_the_address_is_a_message(page: Page, server: Server) 
 
 
 @pytest.mark.slow
-def test_ten_thousand_steps_and_a_million_answers_stay_quick(browser: Browser, tmp_path: Path) -> None:
+def test_ten_thousand_steps_and_a_million_answers_stay_quick(playwright: Playwright, tmp_path: Path) -> None:
     folder = write_run(tmp_path / "large", steps=10_000, rollouts_per_step=100)
     views = []
     # A fresh server knows nothing yet; the best of three, because other programs may be at work here.
     while not views or (min(views) > 2.0 and len(views) < 3):
-        with serve(folder) as server:
-            context = browser.new_context(viewport={"width": 1280, "height": 900})
-            page = context.new_page()
+        with serve(folder) as server, open_browser(playwright) as browser:
+            page = browser.new_page(viewport={"width": 1280, "height": 900})
             page.set_default_timeout(120_000)
             views.append(seconds_to_first_view(page, server))
             drawn(page, "reward")
@@ -515,6 +531,5 @@ def test_ten_thousand_steps_and_a_million_answers_stay_quick(browser: Browser, t
                 page.goto(f"{server.address}/#view={view}&run=large")
                 page.wait_for_selector(f".view.{view}[data-ready]")
             memory = server.resident_mib()
-            context.close()
     assert min(views) < 2.0, f"seconds to the first view: {views}"
     assert memory < 300, f"{memory:.0f} MiB"

@@ -57,12 +57,16 @@ def test_all_bad_rows_are_named_at_once_and_the_list_is_capped(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
-def test_several_processes_find_what_one_finds(num_workers: int, tmp_path: Path) -> None:
+def test_several_processes_find_what_one_finds(
+    num_workers: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What cannot be used and what the filter leaves out, in one pass: each process imports transformers."""
     file = _write(tmp_path / "rows.jsonl", _rows(3000, r7=None, r1500="word " * 200, r2999=[{"role": 1}], r11="\ud800"))
-    with pytest.raises(DataError) as caught:
-        dataset(file, filter_overlong_prompts_workers=num_workers)
+    with caplog.at_level(logging.INFO), pytest.raises(DataError) as caught:
+        dataset(file, filter_overlong_prompts=True, filter_overlong_prompts_workers=num_workers)
     named = [line.split(":")[0].rpartition(" ")[2] for line in str(caught.value).splitlines()[1:-1]]
-    assert named == ["7", "11", "1500", "2999"]
+    assert named == ["7", "11", "2999"]
+    assert "rows.jsonl: 1 of 3000 prompts are longer" in caplog.text
 
 
 def test_a_short_text_is_not_measured_and_a_text_of_many_tokens_a_letter_is(tmp_path: Path) -> None:

@@ -125,13 +125,10 @@ def test_a_long_prompt_is_an_error_that_names_the_row_and_the_fix(tmp_path: Path
     assert dataset(file, truncation="left")[1]["attention_mask"].sum() == 64
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_the_filter_leaves_out_long_prompts_and_says_how_many(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, workers: int
-) -> None:
+def test_the_filter_leaves_out_long_prompts_and_says_how_many(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     files = [toy_file(tmp_path, 3, "short.parquet"), toy_file(tmp_path, 2, "long.parquet", length=80)]
     with caplog.at_level(logging.INFO):
-        made = dataset(files, filter_overlong_prompts=True, filter_overlong_prompts_workers=workers)
+        made = dataset(files, filter_overlong_prompts=True)
     assert made.source_sizes == [3, 0]
     assert "long.parquet: 2 of 2 prompts are longer" in caplog.text
 

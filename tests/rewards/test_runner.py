@@ -227,22 +227,25 @@ def test_scores_take_the_place_of_a_data_files_columns_of_the_same_name() -> Non
 
 
 def test_the_runner_is_built_from_the_configuration(tmp_path: Path) -> None:
-    file = tmp_path / "mine.py"
-    file.write_text(
+    manager, function = tmp_path / "manager.py", tmp_path / "function.py"
+    manager.write_text(
         "from dovetail.rewards.managers import NaiveRewardManager\n"
         "class Mine(NaiveRewardManager):\n"
         "    def __init__(self, bonus): self.bonus = bonus\n"
         "    def shape(self, answers, outcomes):\n"
         "        return [{**o, 'score': o['score'] + self.bonus} for o in outcomes]\n"
+    )
+    # In a file of its own: the scoring processes would import torch with the manager.
+    function.write_text(
         "def compute_score(data_source, solution_str, ground_truth, extra_info, scale=1.0):\n"
         "    return scale * (solution_str == ground_truth)\n"
     )
     config = DovetailConfig(
         reward_model={
-            "reward_manager_module": {"path": str(file), "name": "Mine"},
+            "reward_manager_module": {"path": str(manager), "name": "Mine"},
             "reward_kwargs": {"bonus": 0.25, "max_failed_share": 0.0},
         },
-        custom_reward_function={"path": str(file), "reward_kwargs": {"scale": 3.0}},
+        custom_reward_function={"path": str(function), "reward_kwargs": {"scale": 3.0}},
     )
     with build_reward_runner(config, tiny_tokenizer()) as reward:
         assert reward.score(answers("good", "bad")).columns.non_tensor_batch["score"].tolist() == [3.25, 0.25]

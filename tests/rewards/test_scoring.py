@@ -52,6 +52,9 @@ async def judge(data_source, solution_str, ground_truth, extra_info):
     if solution_str == "hang":
         await asyncio.Event().wait()
     return 1.0
+
+def asks_in_a_loop(data_source, solution_str, ground_truth, extra_info):
+    return asyncio.get_event_loop().run_until_complete(judge(data_source, solution_str, ground_truth, extra_info))
 """
 
 
@@ -117,6 +120,11 @@ def test_rows_that_were_scored_before_their_batch_was_there_give_the_same(file: 
         assert result.columns.equals(expected.columns)
         assert result.metrics == expected.metrics
         assert result.solution_strs == texts
+
+
+def test_a_plain_function_has_a_current_event_loop(file: Path) -> None:
+    with runner(file, "asks_in_a_loop", timeout_seconds=30.0) as reward:
+        assert reward.score(answers("a", "b")).columns.tensors["token_level_scores"].sum(-1).tolist() == [1.0, 1.0]
 
 
 def test_who_waits_for_scores_is_asked_meanwhile_and_may_give_up(file: Path) -> None:

@@ -109,7 +109,7 @@ def test_an_update_during_a_pause_continues_under_the_new_weights(tmp_path: Path
         assert r.token_ids[:num_old] == transformers_greedy(old, row, max(num_old, 1))[:num_old]
         head = row + r.token_ids[:num_old]
         if r.sample_index == 0:
-            assert r.token_ids[num_old:] == transformers_greedy(new, head, 100 - num_old)
+            assert r.token_ids[num_old:] == transformers_greedy(new, head, 100 - num_old, r.token_ids[num_old:])
         gap = torch.tensor(r.log_probs[num_old:]) - plain_log_probs(new, head, r.token_ids[num_old:])
         assert gap.abs().mean() <= 1e-5
 
@@ -194,7 +194,8 @@ def test_sleep_of_the_cache_while_paused_keeps_the_requests() -> None:
     assert engine.health().kv_cache_bytes == 0
     engine.wake(["kv_cache"])
     engine.continue_()
-    assert tokens(running.result(60)) == [transformers_greedy(model, row, 150) for row in rows]
+    found = tokens(running.result(60))
+    assert found == [transformers_greedy(model, row, 150, guess) for row, guess in zip(rows, found, strict=True)]
 
 
 def test_requests_sleep_while_the_trainer_works_and_go_on_with_exact_log_probs() -> None:

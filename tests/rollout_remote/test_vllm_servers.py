@@ -163,7 +163,8 @@ def test_two_fsdp2_ranks_share_the_servers_and_the_first_feeds_them(
     model = tiny_model(FAMILY)
     _change(model.parameters())
     for rank in range(2):
-        assert results[rank] == [greedy(model, [*PROMPT, 5 + rank], 300 if rank else 12)] * 2
+        found = results[rank]
+        assert found == [greedy(model, [*PROMPT, 5 + rank], 300 if rank else 12, found[0])] * 2
 
 
 @pytest.mark.parametrize("paused_first", [True, False])
@@ -195,9 +196,9 @@ def test_an_update_in_the_middle_of_a_generation_continues_under_the_new_weights
         for result, prompt in zip(results, (PROMPT, [7]), strict=True):
             count = result.weight_versions.count(before)
             assert result.weight_versions == [before] * count + [before + 1] * (300 - count)
-            assert result.token_ids[:count] == greedy(old, prompt, count)
+            assert result.token_ids[:count] == greedy(old, prompt, count, result.token_ids)
             head, tail = prompt + result.token_ids[:count], result.token_ids[count:]
-            assert tail == greedy(new, head, 300 - count)
+            assert tail == greedy(new, head, 300 - count, tail)
             assert mean_gap(log_probs(new, head, tail), result.log_probs[count:]) <= 1e-5
 
 
@@ -224,7 +225,8 @@ def test_a_pause_alone_changes_no_greedy_token(servers: list[VLLMServer], folder
             if num_written < 0.9 * 3 * 300:  # else already the first pause came too late and shows nothing
                 break
         assert num_waiting > 0, "a pause must meet a running request"
-        assert [result.token_ids for result in results] == [greedy(model, p, 300) for p in (PROMPT, [7], [8, 9])]
+        for result, prompt in zip(results, (PROMPT, [7], [8, 9]), strict=True):
+            assert result.token_ids == greedy(model, prompt, 300, result.token_ids)
 
 
 def test_abort_ends_one_request_and_keeps_what_it_wrote(servers: list[VLLMServer], folder: Path) -> None:
@@ -243,8 +245,8 @@ def test_abort_ends_one_request_and_keeps_what_it_wrote(servers: list[VLLMServer
                 break
         assert (num_met, cut.finish_reason) == (1, "abort")
         assert 0 < len(cut.token_ids) < 300
-        assert cut.token_ids == greedy(model, [7], len(cut.token_ids))
-        assert kept.token_ids == greedy(model, [8], 300)
+        assert cut.token_ids == greedy(model, [7], len(cut.token_ids), cut.token_ids)
+        assert kept.token_ids == greedy(model, [8], 300, kept.token_ids)
         assert engine.health().num_running == 0
 
 
@@ -345,8 +347,9 @@ def test_a_server_killed_in_mid_batch_is_reported_and_its_requests_are_finished_
         wait_until(lambda: servers[1].url in engine.health().reason, "a word of the death")
         results = running.result(240)
         assert [result.request_id for result in results] == [request.request_id for request in requests]
-        wanted = [greedy(model, list(r.prompt_token_ids), r.sampling.max_new_tokens) for r in requests]
-        assert [result.token_ids for result in results] == wanted
+        for request, result in zip(requests, results, strict=True):
+            prompt, count = list(request.prompt_token_ids), request.sampling.max_new_tokens
+            assert result.token_ids == greedy(model, prompt, count, result.token_ids)
         assert {version for result in results for version in result.weight_versions} == {11}
         assert engine.health().ok
         assert any(servers[1].url in message and "move on" in message for message in caplog.messages)

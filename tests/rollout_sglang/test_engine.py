@@ -131,8 +131,8 @@ def _aborted(engine: SGLangRollout) -> tuple[int, GenerationResult, GenerationRe
 def test_abort_ends_one_request_and_keeps_what_it_wrote(engine: SGLangRollout, model: Any) -> None:
     written, cut, kept = _aborted(engine)
     assert len(cut.token_ids) >= written
-    assert cut.token_ids == greedy(model, [7], len(cut.token_ids))
-    assert kept.token_ids == greedy(model, [8], 160)
+    assert cut.token_ids == greedy(model, [7], len(cut.token_ids), cut.token_ids)
+    assert kept.token_ids == greedy(model, [8], 160, kept.token_ids)
     assert engine.health().num_running == 0
 
 
@@ -169,8 +169,8 @@ def test_an_update_in_the_middle_of_a_paused_generation_goes_on_under_the_new_we
         prompt, count = prompts[result.request_id], written[result.request_id]
         head, tail = prompt + result.token_ids[:count], result.token_ids[count:]
         assert result.weight_versions == [0] * count + [9] * (160 - count)
-        assert result.token_ids[:count] == greedy(model, prompt, count)
-        assert tail == greedy(new, head, 160 - count)
+        assert result.token_ids[:count] == greedy(model, prompt, count, result.token_ids)
+        assert tail == greedy(new, head, 160 - count, tail)
         assert mean_gap(log_probs(new, head, tail), result.log_probs[count:]) <= 1e-5
 
 
@@ -184,7 +184,8 @@ def test_an_update_does_not_wait_for_what_is_running(engine: SGLangRollout, mode
     count = result.weight_versions.count(0)
     assert result.weight_versions == [0] * count + [3] * (160 - count)
     assert 5 <= count < 160
-    assert result.token_ids[count:] == greedy(new, [5, 6, 7, *result.token_ids[:count]], 160 - count)
+    head, tail = [5, 6, 7, *result.token_ids[:count]], result.token_ids[count:]
+    assert tail == greedy(new, head, 160 - count, tail)
 
 
 def test_a_sleeping_engine_refuses_work_and_waking_what_is_awake_does_no_harm(

