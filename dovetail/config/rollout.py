@@ -38,6 +38,7 @@ _no_folder = all_of(_served, when_is("weights_folder", None))
 _native_on_cpu = all_of(_native, when_is("trainer.device", "cpu"))
 _not_served_shared = all_of(_not_served, _shared_devices)
 _no_server = all_of(_not_served, when_is("name", "native", "vllm"))
+_starts_no_vllm = all_of(_not_served, when_not("name", "vllm"))
 _NOT_NATIVE = "the native engine has no such setting; it is read by `rollout.name=vllm`"
 _WHOLE_ENGINE = "each process has a whole engine; use 1 (only vllm with mode=sync is tensor parallel over processes)"
 _ENGINE_SETTINGS = (
@@ -101,7 +102,7 @@ class RolloutConfig(SamplingConfig):
             "the servers of actor_rollout_ref.rollout.server_urls run already, with settings of their own",
             _served,
             only=f"{_ENGINE_SETTINGS} {_CUDA} max_num_batched_tokens max_num_seqs free_cache_engine kv_cache_dtype "
-            f"enable_prefix_caching engine_kwargs.*",
+            f"enable_prefix_caching quantization engine_kwargs.*",
         ),
         read_with(".name", "vllm", only="scheduling_policy limit_images"),
         unused("only `rollout.name=sglang` starts servers", when_is("starts_servers", False), only=_OF_STARTED_SERVERS),
@@ -117,7 +118,7 @@ class RolloutConfig(SamplingConfig):
         unsupported("no engine here applies it; use 1.0", only="repetition_penalty"),
         unsupported(_WHOLE_ENGINE, when=_not_vllm_sync, only="tensor_model_parallel_size"),
         unsupported(_WHOLE_ENGINE, only="pipeline_model_parallel_size data_parallel_size"),
-        unsupported("weights that change after every step are not quantised again; use null", only="quantization"),
+        unsupported("only name=vllm quantises new weights; use null", when=_starts_no_vllm, only="quantization"),
         unsupported("only name=native can keep it; use recompute", "keep", when=_not_native, only="kv_on_update"),
         unsupported("native has them under the temperature; use temperature", _RAW, when=_native, only="logprobs_mode"),
         unsupported("servers have memory of their own; use disk or broadcast", "colocated", when=_served, only=_SYNC),
@@ -158,7 +159,11 @@ class RolloutConfig(SamplingConfig):
     data_parallel_size: int = key(1, "Replicas inside one engine.", ge=1)
     expert_parallel_size: int = key(1, "Devices that share the experts of one engine.", ge=1)
     dtype: Dtype = key("bfloat16", "Dtype of the engine's weights.")
-    quantization: str | None = key(None, "Quantisation of the engine's weights, e.g. fp8.")
+    quantization: str | None = key(
+        None,
+        "What vLLM quantises its weights to, those of every update too: fp8 and others of its online methods. The "
+        "trainer's stay as they are.",
+    )
     kv_cache_dtype: Literal["auto", "fp8"] = key(
         "auto", "Dtype of the engine's KV cache: auto is that of the weights; fp8 takes half, on CUDA only."
     )
@@ -269,8 +274,8 @@ class RolloutConfig(SamplingConfig):
 
     @property
     def weights_dtype(self) -> str | None:
-        """What the engine holds matrices in; None where that is not decided here: quantised, or servers by URL."""
-        return None if self.quantization or self.server_urls else full_dtype(self.dtype)
+        """What matrices are sent in; None where servers by URL decide it."""
+        return None if self.server_urls else full_dtype(self.dtype)
 
     @property
     def media_column(self) -> str:

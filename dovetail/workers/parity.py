@@ -157,6 +157,6 @@ def coarser_dtype(config: DovetailConfig) -> str:
     # float32 products may be made of bfloat16 ("medium") or of TF32 ("high"), which has the digits of float16.
     precision = config.trainer.float32_matmul_precision
     names.add({"medium": "bfloat16", "high": "float16"}.get(precision, "float32"))
-    if policy.actor.fp8_recipe is not None:
+    if policy.actor.fp8_recipe is not None or policy.rollout.quantization is not None:
         names.add("float8_e4m3fn")
     return max(names, key=lambda name: torch.finfo(getattr(torch, name)).eps)

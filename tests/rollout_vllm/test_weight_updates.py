@@ -12,10 +12,11 @@ import torch
 from dovetail.config.rollout import RolloutConfig
 from dovetail.rollout.base import EngineError, GenerationRequest, SamplingParams, WeightUpdateError
 from dovetail.rollout.registry import get_engine_class
-from dovetail.rollout.vllm import VLLMEngine, weight_calls
+from dovetail.rollout.vllm import VLLMEngine, VLLMSettings, weight_calls
 from dovetail.rollout.vllm_worker import extension
 from dovetail.weight_sync import DiskWeights, tensor_checksum, weight_checksum
-from tests.models.tiny import tiny_model
+from dovetail.workers.parity import PASS_MARKS
+from tests.models.tiny import save_tiny_model, tiny_model
 from tests.rollout_vllm.conftest import FAMILIES, small_settings
 from tests.rollout_vllm.reference import check_misfits, check_versions, greedy, log_probs, mean_gap
 from tests.rollout_vllm.running import num_tokens
@@ -80,6 +81,30 @@ def test_the_prompt_of_these_tests_really_sits_in_the_prefix_cache(engines: dict
     engine._call_loads(weight_calls.loads_in_place(new.named_parameters()))  # an update that leaves the caches alone
     stale = engine.generate([GenerationRequest("a", PROMPT, GREEDY)])[0]
     assert mean_gap(log_probs(new, PROMPT, stale.token_ids), stale.log_probs) > 0.01
+
+
+def test_a_quantised_engine_quantises_the_weights_of_an_update(folders: dict[str, Path], tmp_path: Path) -> None:
+    """As an engine does that starts from them. Two engines: how vLLM loads again is all its own."""
+    new = tiny_model("llama", seed=1)
+    folder = save_tiny_model("llama", tmp_path / "new", seed=1)
+    # The one of vLLM's methods that has a plain kernel on CPUs.
+    quantised = RolloutConfig(name="vllm", quantization="fp8_per_channel")
+    kwargs = VLLMSettings.from_config(quantised, folder).engine_kwargs | {"kv_cache_memory_bytes": 64 << 20}
+
+    def answer(engine: VLLMEngine) -> tuple[list[int], list[float]]:
+        result = engine.generate([GenerationRequest("a", PROMPT, GREEDY)])[0]
+        return result.token_ids, result.log_probs
+
+    with VLLMEngine(small_settings(folders["llama"], dtype="bfloat16", engine_kwargs=kwargs)) as updated:
+        before = answer(updated)
+        updated.update_weights(new.named_parameters(), 1)
+        after, held = answer(updated), updated.weight_checksums([name for name, _ in new.named_parameters()])
+    with VLLMEngine(small_settings(folder, dtype="bfloat16", engine_kwargs=kwargs)) as fresh:
+        assert answer(fresh) == after != before
+    assert 1e-3 < mean_gap(log_probs(new, PROMPT, after[0]), after[1]) < PASS_MARKS["float8_e4m3fn"].mean
+    sent = weight_checksum((name, tensor.bfloat16()) for name, tensor in new.named_parameters())
+    assert held == {name: sent[name] for name in held}
+    assert sent.keys() - held.keys() == {name for name in sent if "_proj" in name}
 
 
 @pytest.mark.slow  # a real model: the tiny ones show the same in `make test`

@@ -232,6 +232,8 @@ def test_a_policy_in_fp8_is_compared_with_a_plain_engine_and_nothing_is_compiled
 
 def test_marks_are_those_of_the_coarser_computation(folder: Path) -> None:
     assert coarser_dtype(run_config(folder, {"actor_rollout_ref.actor.fp8_recipe": "rowwise"})) == "float8_e4m3fn"
+    quantised = {f"{R}.name": "vllm", f"{R}.quantization": "fp8"}
+    assert coarser_dtype(run_config(folder, quantised)) == "float8_e4m3fn"
     assert coarser_dtype(run_config(folder)) == "float32"
     assert coarser_dtype(run_config(folder, {f"{R}.dtype": "bf16"})) == "bfloat16"
     assert coarser_dtype(run_config(folder, {"trainer.float32_matmul_precision": "medium"})) == "bfloat16"

@@ -97,12 +97,14 @@ def engine_memory(
 
 def engine_weights(shape: ModelShape, layout: RoleLayout, rollout: RolloutConfig) -> float:
     """Bytes of weights on one device of an engine."""
-    per_value = 1 if (rollout.quantization or "").startswith("fp8") else BYTES[full_dtype(rollout.dtype)]
+    value = BYTES[full_dtype(rollout.dtype)]
+    in_layers = 1 if (rollout.quantization or "").startswith("fp8") else value  # embedding and head are not quantised
     cut = layout.tensor_parallel * layout.pipeline_parallel
+    wide = shape.embedding + shape.head
     routed = sum(layer.routed_experts for layer in shape.layers)
     # With expert parallelism the replicas of one engine share the experts; without it each has its own.
     expert_cut = max(cut, layout.expert_parallel * layout.pipeline_parallel)
-    return per_value * ((shape.parameters - routed) / cut + routed / expert_cut)
+    return value * wide / cut + in_layers * ((shape.parameters - wide - routed) / cut + routed / expert_cut)
 
 
 def _cache_per_token(shape: ModelShape, layout: RoleLayout, rollout: RolloutConfig) -> float:

@@ -42,6 +42,8 @@ class VLLMSettings(EngineSettings):
         kwargs = dict(rollout.engine_kwargs.vllm)
         if rollout.cudagraph_capture_sizes is not None:
             kwargs.setdefault("cudagraph_capture_sizes", rollout.cudagraph_capture_sizes)
+        if rollout.quantization is not None:
+            kwargs.setdefault("quantization", rollout.quantization)
         if rollout.limit_images is not None:
             kwargs.setdefault("limit_mm_per_prompt", {"image": rollout.limit_images})
         if rollout.expert_parallel_size > 1:

@@ -10,13 +10,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from vllm.model_executor.layers.linear import LinearBase, MergedColumnParallelLinear, QKVParallelLinear
+from vllm.model_executor.layers.linear import (
+    LinearBase,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    UnquantizedLinearMethod,
+)
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
 
 @torch.no_grad()
 def read_weight(model: nn.Module, name: str) -> Tensor | None:
-    """The tensor the model computes with; None where this module does not know how to look."""
+    """The tensor the model computes with; None where it is quantised, or this module does not know how to look."""
     path, _, leaf = name.rpartition(".")
     module, part = _find(model, path)
     if module is None or leaf not in ("weight", "bias"):
@@ -26,6 +31,8 @@ def read_weight(model: nn.Module, name: str) -> Tensor | None:
     elif isinstance(module, ParallelLMHead):
         held = _through_identity(module, module.embedding_dim)
     elif isinstance(module, LinearBase):
+        if not isinstance(module.quant_method, UnquantizedLinearMethod):
+            return None
         held = _through_identity(module, module.input_size)
     else:
         held = getattr(module, "weight", None)
