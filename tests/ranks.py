@@ -6,9 +6,11 @@ inherits threads from pytest. The function must live at the top of an importable
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing as mp
 import os
 import pickle
+import sys
 import tempfile
 import time
 import traceback
@@ -96,6 +98,7 @@ def _main(
     import torch
     import torch.distributed as dist
 
+    faulthandler.enable(sys.__stderr__)  # where a rank that dies of a signal was
     torch.set_num_threads(1)
     try:
         if store is not None:
