@@ -7,7 +7,8 @@ taken off its times, and TRL's weights are saved, which is taken off too, and va
 
     python -m benchmarks.gpu.time_to_accuracy MODEL_FOLDER RAW_GSM8K_FOLDER --steps 60 --sides dovetail trl
 
-Each side leaves a line of `curves.jsonl` in the folder: step, minutes since its first step began, accuracy.
+Each side leaves a line of `curves.jsonl` in the folder: step, minutes since its first step began, accuracy. A side of
+dovetail that is killed leaves what it had measured.
 `--plot FILE` draws what the folder has, on any machine, and runs nothing.
 """
 
@@ -15,11 +16,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
@@ -28,6 +31,7 @@ from typing import Any
 from benchmarks.gpu.grpo_step import StepClock
 from benchmarks.gpu.workload import capture_trl_graphs, prepare_trl, spare_flashinfer
 from dovetail.cli.option_types import number, output_file, output_folder, whole_number
+from dovetail.observability.disk import write_text_atomically
 
 PROMPTS, SAMPLES, MINI_BATCH, RESPONSE = 128, 8, 64, 320
 LEARNING_RATE, CLIP_LOW, CLIP_HIGH = 3e-6, 0.2, 0.28
@@ -166,11 +170,10 @@ def in_process(name: str, args: argparse.Namespace, model: str | None = None, fo
     arguments = [model or sys.argv[1], *sys.argv[2:], "--folder", str(folder)]
     command = [sys.executable, "-m", "benchmarks.gpu.time_to_accuracy", *arguments, "--run", name]
     with log.open("w") as stream:
-        subprocess.run(command, stdout=stream, stderr=subprocess.STDOUT)
-    if result.exists():
-        return json.loads(result.read_text())
-    print(f"{name} failed; last lines of {log}:", *log.read_text(errors="replace").splitlines()[-25:], sep="\n")
-    return None
+        ended = subprocess.run(command, stdout=stream, stderr=subprocess.STDOUT)
+    if ended.returncode:
+        print(f"{name} failed; last lines of {log}:", *log.read_text(errors="replace").splitlines()[-25:], sep="\n")
+    return json.loads(result.read_text()) if result.exists() else None
 
 
 def write_data(args: argparse.Namespace) -> Path:
@@ -230,19 +233,41 @@ def run_dovetail(args: argparse.Namespace) -> dict[str, Any]:
 
     spare_flashinfer()
     config = make_config(args, args.model, args.run, DOVETAIL[args.run])
-    clock = StepClock()
-    result = run_training(config, use_ray=False, console=lambda title, total: clock)
-    rows = {row["step"]: row for row in map(json.loads, (result.folder / "metrics.jsonl").open())}
-    points, minutes, seconds = [(0, 0.0, rows[0][ACCURACY])], 0.0, []
-    for step, (taken, metrics) in enumerate(zip(clock.step_seconds(), clock.metrics, strict=True), start=1):
-        seconds.append(taken - metrics.get("timing_s/testing", 0.0))
-        minutes += seconds[-1] / 60
+    clock = CurveClock(args.folder / f"{args.run}.json")
+    run_training(config, use_ray=False, console=lambda title, total: clock)
+    return clock.curve()
+
+
+class CurveClock(StepClock):
+    """Accuracy against minutes without the validations. Written at each, so that a side that is killed keeps it."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__()
+        self.file, self.points, self.seconds = file, [(0, 0.0, math.nan)], list[float]()
+
+    def end_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        super().end_step(step, metrics)
+        if step == 0:
+            self.points = [(0, 0.0, metrics[ACCURACY])]
+            return
+        self.seconds.append(self.step_seconds()[-1] - metrics.get("timing_s/testing", 0.0))
         if ACCURACY in metrics:
-            points.append((step, minutes, metrics[ACCURACY]))
-    start = clock.ends[0] - STARTED  # with the first validation
-    later = clock.metrics[len(clock.metrics) // 2 :]
-    means = {name: sum(row.get(name, 0.0) for row in later) / len(later) for name in SHOWN if name in later[-1]}
-    return {"points": points, "step_s": median(seconds), "steps_s": seconds, "start_s": start, "second_half": means}
+            self.points.append((step, sum(self.seconds) / 60, metrics[ACCURACY]))
+            print(f"{self.points[-1][1]:.2f} min, {metrics[ACCURACY]:.2%}", flush=True)
+            write_text_atomically(self.file, json.dumps(self.curve()))
+
+    def curve(self) -> dict[str, Any]:
+        later = self.metrics[len(self.metrics) // 2 :]
+        means = {name: sum(row.get(name, 0.0) for row in later) / len(later) for name in SHOWN if name in later[-1]}
+        start = self.ends[0] - STARTED  # with the first validation
+        step_s = median(self.seconds)
+        return {
+            "points": self.points,
+            "step_s": step_s,
+            "steps_s": self.seconds,
+            "start_s": start,
+            "second_half": means,
+        }
 
 
 def run_trl(args: argparse.Namespace) -> dict[str, Any]:
