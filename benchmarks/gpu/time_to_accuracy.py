@@ -145,7 +145,7 @@ def plot(lines: list[str], file: Path) -> None:
             axes.plot(minutes, [100 * accuracy for accuracy in accuracies], "-o", color=colour, label=name)
             last = curve["points"][-1]
             text = f"step {last[0]}: {last[2]:.1%}"
-            axes.annotate(text, (last[1], 100 * last[2]), (-4, 10), textcoords="offset points", ha="right")
+            axes.annotate(text, (last[1], 100 * last[2]), (0, -20), textcoords="offset points", ha="right")
         axes.set(xlabel="minutes of training", ylabel="GSM8K, % of all test problems, greedy")
         axes.margins(y=0.15)
         axes.legend(loc="lower right", frameon=False)
