@@ -13,6 +13,7 @@ import argparse
 import importlib.util
 import itertools
 import json
+import logging
 import os
 import statistics
 import subprocess
@@ -172,6 +173,7 @@ def run_dovetail(
     from dovetail.observability.run_folder import TIMELINE, read_json_lines
     from dovetail.trainer.run import run_training
 
+    logging.basicConfig(level=logging.INFO)  # how long compiling ahead took, among others
     policy = "actor_rollout_ref"
     config = load_config(
         overrides=[

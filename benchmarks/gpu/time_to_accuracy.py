@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import math
 import os
 import shutil
@@ -231,6 +232,7 @@ def make_config(args: argparse.Namespace, model: Path, run: str, more: list[str]
 def run_dovetail(args: argparse.Namespace) -> dict[str, Any]:
     from dovetail.trainer.run import run_training
 
+    logging.basicConfig(level=logging.INFO)  # how long compiling ahead took, among others
     spare_flashinfer()
     config = make_config(args, args.model, args.run, DOVETAIL[args.run])
     clock = CurveClock(args.folder / f"{args.run}.json")
