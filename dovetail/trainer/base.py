@@ -227,10 +227,13 @@ class BaseTrainer(ABC, Generic[Groups]):
 
     def _save_and_stop(self, state: dict[str, Any], carried: dict[str, DataProto]) -> None:
         """The run was asked to stop: save a checkpoint of the last finished step, unless there is one."""
-        self._note_saved(self.checkpoints.finish())
-        if self.global_step not in (0, self._saved_step):
-            self._save(state, carried, self._last_metrics)
-        self.tracker.event("stopped", self.global_step, signal=self.stop.name, phase=self.stop.phase)
+        stopped_in = self.stop.phase
+        self.stop.keep_step()
+        with self.timers("save_checkpoint"):
+            self._note_saved(self.checkpoints.finish())
+            if self.global_step not in (0, self._saved_step):
+                self._save(state, carried, self._last_metrics)
+        self.tracker.event("stopped", self.global_step, signal=self.stop.name, phase=stopped_in)
 
     @contextmanager
     def _naming_failures(self) -> Iterator[None]:
