@@ -114,16 +114,23 @@ class TrainingProgress:
     def __init__(self, schedule: LearningRateSchedule | None) -> None:
         self._schedule = schedule
         self._num_skipped = 0
+        self._any_taken = False
 
     def stepped(self, grad_norm: float, *, advance_schedule: bool) -> StepResult:
-        """Count one step of the optimizer. A norm that is not finite says that it was skipped."""
+        """Count one step of the optimizer. A norm that is not finite says that it was skipped.
+
+        The schedule advances where `advance_schedule` says that a training step ends, unless all optimizer steps of it
+        were skipped.
+        """
         assert self._schedule is not None, "backends with an optimizer have a schedule"
         lr = self._schedule.lr
         skipped = not math.isfinite(grad_norm)
-        if skipped:
-            self._num_skipped += 1
-        elif advance_schedule:
-            self._schedule.step()
+        self._num_skipped += skipped
+        self._any_taken = self._any_taken or not skipped
+        if advance_schedule:
+            if self._any_taken:
+                self._schedule.step()
+            self._any_taken = False
         return StepResult(grad_norm=grad_norm, skipped=skipped, lr=lr, num_skipped=self._num_skipped)
 
     def pack(self, extra: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -1,21 +1,27 @@
 """`LocalWorkerGroup`: the same workers and the same calls in this process, without Ray. World size is one.
 
 Every call runs at once in the caller's thread: a debugger steps into it, and an exception keeps its own type and
-traceback. Arguments are not copied, unlike through Ray.
+traceback. Arguments are not copied, unlike through Ray. A call that takes too long (`hangs`) is named in the log; only
+the caller's process can end it, see `when_hung`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 from dovetail.controller.context import WorkerContext, building
+from dovetail.controller.errors import WorkerError, WorkerHungError
 from dovetail.controller.futures import BatchFuture, GroupFuture
-from dovetail.controller.host import WorkerHost
+from dovetail.controller.hangs import CallLimit, CallLimits
+from dovetail.controller.host import Call, WorkerHost
 from dovetail.controller.spans import Span
 from dovetail.controller.worker import ClassWithInitArgs, Worker
 from dovetail.controller.worker_group import Launch, WorkerGroup
+from dovetail.observability.waits import Wait, waiting
 
 
 class LocalWorkerGroup(WorkerGroup):
@@ -23,9 +29,12 @@ class LocalWorkerGroup(WorkerGroup):
 
     takes_slices = False
 
-    def __init__(self, cls_with_init: ClassWithInitArgs, *, role: str | None = None) -> None:
+    def __init__(
+        self, cls_with_init: ClassWithInitArgs, *, role: str | None = None, limits: CallLimits | None = None
+    ) -> None:
         specs = cls_with_init.roles(role)
-        self._bind(_LocalHost(specs), next(iter(specs)) if len(specs) == 1 else "+".join(specs), cls_with_init.cls)
+        title = next(iter(specs)) if len(specs) == 1 else "+".join(specs)
+        self._bind(_LocalHost(specs, limits or CallLimits()), title, cls_with_init.cls)
 
     def spawn(self, prefix_set: Iterable[str]) -> dict[str, LocalWorkerGroup]:
         groups = {}
@@ -43,6 +52,9 @@ class LocalWorkerGroup(WorkerGroup):
         """Close the workers, and drop them."""
         self._host.clear()
 
+    def when_hung(self, end: Callable[[WorkerError], None]) -> None:
+        self._host.end_hung = end
+
     def take_spans(self) -> list[list[Span]]:
         return [self._host.take_spans()]
 
@@ -55,7 +67,7 @@ class LocalWorkerGroup(WorkerGroup):
 
     def _launch(self, launch: Launch) -> GroupFuture:
         args, kwargs = launch.arguments.of(0)
-        done = _Done(self._host.run(launch.call, [*args, *kwargs.values()]))
+        done = _Done(self._host.run_watched(launch.call, [*args, *kwargs.values()], launch.num_rows))
         if launch.batch_ranks is None:
             return GroupFuture(done, launch.collect)
         return BatchFuture(done, launch.collect, parts=(), lazy=False)
@@ -64,8 +76,10 @@ class LocalWorkerGroup(WorkerGroup):
 class _LocalHost(WorkerHost):
     """Builds the workers without touching the environment or the logging of this process."""
 
-    def __init__(self, specs: dict[str, ClassWithInitArgs]) -> None:
+    def __init__(self, specs: dict[str, ClassWithInitArgs], limits: CallLimits) -> None:
         super().__init__()
+        self._limits = limits
+        self.end_hung: Callable[[WorkerError], None] = lambda error: None
         for role, spec in specs.items():
             with building(WorkerContext(role=role)):
                 self._workers[role] = spec()
@@ -78,6 +92,20 @@ class _LocalHost(WorkerHost):
                 f"this process hosts no role {role!r}; it hosts {sorted(self._workers) or 'none any more'}."
             )
         return self._workers[role]
+
+    def run_watched(self, call: Call, values: list[Any], rows: int) -> Any:
+        """Run a method; other threads name it when it takes long, and call `end_hung` when it takes too long."""
+        limit = self._limits.limit(call.role, call.method, rows)
+        what, hung = f"{call.role}.{call.method}", partial(self._hung, call, limit)
+        with waiting("the driver", what, limit_s=limit.slow_s, hung_s=limit.hung_s, on_hang=hung) as wait:
+            result = self.run(call, values)
+        self._limits.record(call.role, call.method, wait.waited(), rows)
+        return result
+
+    def _hung(self, call: Call, limit: CallLimit, wait: Wait, stack: str) -> None:
+        reason = f"Not finished after {wait.waited():.0f} s ({limit.why})."
+        place = {"pid": os.getpid(), "node": self._context.node}
+        self.end_hung(WorkerHungError(call.role, 0, call.method, **place, reason=reason, worker_traceback=stack))
 
     def clear(self) -> None:
         with ExitStack() as stack:

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from dovetail.controller.dispatch import MeshLayout, Padding, RankArguments, dispatch_one_to_all, drop_padding
+from dovetail.controller.errors import WorkerError
 from dovetail.controller.futures import GroupFuture
 from dovetail.controller.host import Call
 from dovetail.controller.registration import Dispatch, Execute, Registration, registered_methods
@@ -63,6 +64,10 @@ class WorkerGroup(ABC):
     def release(self) -> None:
         """End the processes and give their devices back."""
         self.shutdown()
+
+    def when_hung(self, end: Callable[[WorkerError], None]) -> None:  # noqa: B027  most groups have nothing to do
+        """`end` is called, from another thread, when a call hangs in this very process. Other processes are killed, and
+        their calls raise."""
 
     @abstractmethod
     def take_spans(self) -> list[list[Span]]:

@@ -26,13 +26,14 @@ class PhaseTimers:
         self._seconds: dict[str, float] = {}
         self._open: list[str] = []
         self.interrupted: str | None = None
-        """The innermost phase that an exception has ended."""
+        """The innermost phase that an exception has ended; None once another phase begins."""
         self._spans: list[tuple[str, float, float]] = []
         self._to_wall_clock = time.time() - clock()
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         self._open.append(name)
+        self.interrupted = None
         start = self._clock()
         try:
             self._notify()

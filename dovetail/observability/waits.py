@@ -5,18 +5,20 @@
         wait.check()                               # ... or the loop around it asks: WaitTimeout names both sides
 
 A wait that takes no timeout (a collective, somebody else's library) is only entered: one thread per process looks at
-the open waits and logs each one that is past its limit, with the Python stack of the thread that waits. Ends nothing
-by itself.
+the open waits and logs each one that is past its limit, with the Python stack of the thread that waits. It ends none,
+but calls `on_hang` of a wait that has lasted `hung_s`. Time at a breakpoint, and time in which the process is stopped
+(Ctrl-Z), do not count.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -24,6 +26,10 @@ logger = logging.getLogger(__name__)
 
 LOOK_S = 5.0
 """How often open waits are looked at: a wait is named at most this long after its limit."""
+_STOPPED_S = 5.0
+"""A process that looks so much later than it meant to was stopped, not busy."""
+_DEBUGGERS = ("bdb", "pydevd")
+"""Modules in the stack of a thread that stands at a breakpoint."""
 
 
 class WaitTimeout(TimeoutError):
@@ -37,6 +43,9 @@ class Wait:
     who: str
     what: str
     limit_s: float
+    hung_s: float = math.inf
+    on_hang: Callable[[Wait, str], None] | None = None
+    """Called once, by the thread that looks, with the stack of the thread that waits. It must not raise."""
     thread: int = field(default_factory=threading.get_ident)
     began: float = field(default_factory=time.monotonic)
     since: float = field(default_factory=time.time)
@@ -70,9 +79,16 @@ class Wait:
 
 
 @contextmanager
-def waiting(who: str, what: str, *, limit_s: float) -> Iterator[Wait]:
+def waiting(
+    who: str,
+    what: str,
+    *,
+    limit_s: float,
+    hung_s: float = math.inf,
+    on_hang: Callable[[Wait, str], None] | None = None,
+) -> Iterator[Wait]:
     """Announce a wait for as long as the block lasts."""
-    wait = Wait(who, what, limit_s)
+    wait = Wait(who, what, limit_s, hung_s, on_hang)
     _REGISTER.add(wait)
     try:
         yield wait
@@ -102,16 +118,44 @@ class _Register:
     def look(self) -> list[Wait]:
         """Log the waits that are past their limit: once, and again each time they have become twice as long."""
         with self._lock:
-            over = [wait for wait in self._open if wait.is_over() and wait.waited() >= 2 * wait._named_at]
-        for wait in over:
+            for wait in self._open:
+                if wait.waited() >= min(wait.limit_s, wait.hung_s) and _is_debugged(wait.thread):
+                    wait.restart()
+            named = [wait for wait in self._open if wait.is_over() and wait.waited() >= 2 * wait._named_at]
+            hung = [wait for wait in self._open if wait.on_hang is not None and wait.waited() >= wait.hung_s]
+        for wait in named:
             wait._named_at = wait.waited()
             logger.error("%s; it waits here:\n%s", wait, _stack_of(wait.thread))
-        return over
+        for wait in hung:
+            on_hang, wait.on_hang = wait.on_hang, None
+            if on_hang is not None:
+                on_hang(wait, _stack_of(wait.thread))
+        return named
+
+    def skip(self, seconds: float) -> None:
+        """This process did not run for so long."""
+        with self._lock:
+            for wait in self._open:
+                wait.began += seconds
 
     def _look_again_and_again(self) -> None:
         pause = threading.Event()
+        looked = time.monotonic()
         while not pause.wait(LOOK_S):
+            late = time.monotonic() - looked - LOOK_S
+            looked = time.monotonic()
+            if late > _STOPPED_S:
+                self.skip(late)
             self.look()
+
+
+def _is_debugged(thread: int) -> bool:
+    frame = sys._current_frames().get(thread)
+    while frame is not None:
+        if frame.f_globals.get("__name__") in _DEBUGGERS:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _stack_of(thread: int) -> str:

@@ -75,6 +75,7 @@ class BaseTrainer(ABC, Generic[Groups]):
         self._phase_began = self._wait_noted_at = time.time()
         self._saved_step = 0
         self._last_metrics: Metrics = {}
+        self._recorded: Exception | None = None
         self._skipped_steps = SkippedSteps(self.total_steps)
         self._create_groups = create_groups
         self._groups: Groups | None = None
@@ -94,6 +95,7 @@ class BaseTrainer(ABC, Generic[Groups]):
         with self._naming_failures():
             with self.timers("start_processes"):
                 self._groups = self._create_groups()
+            self._groups.processes.when_hung(self._end_hung)
             with self.timers("init_models"):
                 self._init_models(self._groups)
         seconds = self.timers.take()  # not those of the first step; the timeline of step 0 has them
@@ -225,10 +227,13 @@ class BaseTrainer(ABC, Generic[Groups]):
 
     def _save_and_stop(self, state: dict[str, Any], carried: dict[str, DataProto]) -> None:
         """The run was asked to stop: save a checkpoint of the last finished step, unless there is one."""
-        self._note_saved(self.checkpoints.finish())
-        if self.global_step not in (0, self._saved_step):
-            self._save(state, carried, self._last_metrics)
-        self.tracker.event("stopped", self.global_step, signal=self.stop.name, phase=self.stop.phase)
+        stopped_in = self.stop.phase
+        self.stop.keep_step()
+        with self.timers("save_checkpoint"):
+            self._note_saved(self.checkpoints.finish())
+            if self.global_step not in (0, self._saved_step):
+                self._save(state, carried, self._last_metrics)
+        self.tracker.event("stopped", self.global_step, signal=self.stop.name, phase=stopped_in)
 
     @contextmanager
     def _naming_failures(self) -> Iterator[None]:
@@ -236,21 +241,27 @@ class BaseTrainer(ABC, Generic[Groups]):
         try:
             yield
         except Exception as error:
-            reason = (error.reason if isinstance(error, WorkerError) else str(error))[:1000]
-            phase = self.timers.interrupted
-            where = f"step {self.global_step}" if self.global_step else "the start, before the first step"
-            where = f"phase {phase!r} of {where}" if phase else where
-            who = f"{error.role}[rank {error.rank}], {error.method}: " if isinstance(error, WorkerError) else ""
-            with suppress(OSError):  # a full disk
-                self._write_now(None, failed=f"It failed in {where}: {who}{reason}")
-            if isinstance(error, WorkerError):
-                saved = f"step {self._saved_step}" if self._saved_step else "the beginning: it has no checkpoint"
-                continues = f" The same command continues the run from {saved}." if self.global_step else ""
-                error.add_note(f"In {where}.{continues}")
+            self._record_failure(error)
+            raise
+
+    def _record_failure(self, error: Exception) -> None:
+        if error is self._recorded:
+            return
+        self._recorded = error
+        reason = (error.reason if isinstance(error, WorkerError) else str(error))[:1000]
+        phase = self.timers.interrupted or self._present_phase
+        where = f"step {self.global_step}" if self.global_step else "the start, before the first step"
+        where = f"phase {phase!r} of {where}" if phase else where
+        who = f"{error.role}[rank {error.rank}], {error.method}: " if isinstance(error, WorkerError) else ""
+        if isinstance(error, WorkerError):
+            saved = f"step {self._saved_step}" if self._saved_step else "the beginning: it has no checkpoint"
+            continues = f" The same command continues the run from {saved}." if self.global_step else ""
+            error.add_note(f"In {where}.{continues}")
+        with suppress(OSError):  # a full disk, which must not hide the error
+            self._write_now(None, failed=f"It failed in {where}: {who}{reason}")
             # An event makes the folder one of a run, which the next attempt would move to `previous_N`.
             if self.global_step:
                 self._note_failure(error, phase, reason)
-            raise
 
     def _note_failure(self, error: Exception, phase: str | None, reason: str) -> None:
         folder, step = self.tracker.folder, self.global_step
@@ -259,6 +270,10 @@ class BaseTrainer(ABC, Generic[Groups]):
         if isinstance(error, WorkerError):
             facts = {"role": error.role, "rank": error.rank, "method": error.method, "phase": phase}
             folder.log_event("worker_failed", step, **facts, reason=reason)
+
+    def _end_hung(self, error: WorkerError) -> None:
+        """A call hangs in this very process. Runs in another thread."""
+        self.stop.end_hung(error, self._record_failure)
 
     def _phase_changed(self, name: str | None) -> None:
         self._present_phase, self._phase_began = name, time.time()

@@ -169,7 +169,7 @@ def start_processes(
         )
         processes: WorkerGroup = _start_on(pool, together, config)
     elif config.trainer.world_size == 1:
-        processes = LocalWorkerGroup(together)
+        processes = LocalWorkerGroup(together, limits=_call_limits(config))
     else:
         raise ValueError(
             f"trainer.n_gpus_per_node x trainer.nnodes = {config.trainer.world_size} processes need Ray; "
@@ -200,13 +200,16 @@ def _start_on(
     pool: RayResourcePool, worker: RayClassWithInitArgs, config: DovetailConfig, name: str | None = None
 ) -> RayWorkerGroup:
     """A group on a pool of its own. The pool is given back if the group does not start."""
-    rollout = config.actor_rollout_ref.rollout
-    generating = ("generate_sequences", "generate_groups") if rollout.uses_agents else ()
-    limits = CallLimits(
-        config.trainer.worker_timeout_s, allowed_s=dict.fromkeys(generating, rollout.multi_turn.trajectory_timeout_s)
-    )
     try:
-        return RayWorkerGroup(pool, worker, name_prefix=name, limits=limits)
+        return RayWorkerGroup(pool, worker, name_prefix=name, limits=_call_limits(config))
     except BaseException:
         pool.release()
         raise
+
+
+def _call_limits(config: DovetailConfig) -> CallLimits:
+    rollout = config.actor_rollout_ref.rollout
+    generating = ("generate_sequences", "generate_groups") if rollout.uses_agents else ()
+    return CallLimits(
+        config.trainer.worker_timeout_s, allowed_s=dict.fromkeys(generating, rollout.multi_turn.trajectory_timeout_s)
+    )

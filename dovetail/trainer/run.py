@@ -20,7 +20,7 @@ from dovetail.config.errors import Problem
 from dovetail.config.plan import make_plan, read_shapes
 from dovetail.config.root import DovetailConfig
 from dovetail.config.user_code import import_user_modules, load_user_object, split_address
-from dovetail.controller import WorkerError, stop_ray
+from dovetail.controller import WorkerError, WorkerHungError, stop_ray
 from dovetail.observability.console import StepConsole, make_console
 from dovetail.observability.run_folder import RunFolder
 from dovetail.observability.run_lock import RunLock
@@ -178,7 +178,7 @@ def exit_code_of(train: Callable[[], RunResult], config: DovetailConfig) -> int:
     except WorkerError as error:
         # The worker's own traceback is in the message; the driver's says nothing more.
         sys.stderr.write("\n".join([str(error), *getattr(error, "__notes__", ())]) + "\n")
-        return 1
+        return STALLED_EXIT_CODE if isinstance(error, WorkerHungError) else 1
     except KeyboardInterrupt as error:
         sys.stderr.write(
             f"interrupted; the run is in {config.trainer.run_dir}. "

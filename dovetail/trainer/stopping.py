@@ -2,20 +2,28 @@
 
 A step that has not begun to update weights is abandoned, and the checkpoint is of the step before: a resumed run
 repeats the step. Once an update has begun, the step is finished first.
+
+The same handlers end a main thread that hangs: `end_hung`.
 """
 
 from __future__ import annotations
 
+import os
 import shlex
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
+from dovetail.observability.stalls import STALLED_EXIT_CODE
+
 _UPDATES = ("update_critic", "update_actor")
+EXIT_S = 20.0
+"""How long a main thread that hangs has to end the run. One that hangs outside of Python does not hear of it."""
+_RECORD_S = 10.0
 
 
 class Interrupted(KeyboardInterrupt):
@@ -41,6 +49,9 @@ class StopRequest:
         self.asked_by: str | None = None
         """Who asked the run to end after the current step, other than a signal."""
         self._can_give_up = False
+        self._is_listening = False
+        self._hung: Exception | None = None
+        self._exit: threading.Timer | None = None
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -49,9 +60,13 @@ class StopRequest:
             yield
             return
         before = {number: signal.signal(number, self._handle) for number in (signal.SIGTERM, signal.SIGINT)}
+        self._is_listening = True
         try:
             yield
         finally:
+            self._is_listening = False
+            if self._exit is not None:
+                self._exit.cancel()
             for number, handler in before.items():
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: not set from Python
 
@@ -84,11 +99,39 @@ class StopRequest:
         if self.signum is not None and self._can_give_up:
             raise StopAfterPhase
 
+    def end_hung(self, error: Exception, record: Callable[[Exception], None]) -> None:
+        """Called by another thread when the main one hangs: raise `error` there, out of whatever it does.
+
+        Where that does not end the run within `EXIT_S`, end the process. `record` then writes down why. Where signals
+        are not ours, because the run is not in the main thread, it only does that.
+        """
+        if not self._is_listening:
+            record(error)
+            return
+        self._hung = error
+        self._exit = threading.Timer(EXIT_S, _exit, (error, record))
+        self._exit.daemon = True
+        self._exit.start()
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+
     def _handle(self, signum: int, frame: FrameType | None) -> None:
+        if self._hung is not None:
+            hung, self._hung = self._hung, None
+            raise hung
         if self.signum is not None or not self.is_training:
             raise Interrupted(signum)
         self.signum = signum
         sys.stderr.write(f"\n{self.name}: the run ends after this phase, with a checkpoint. Once more ends it now.\n")
+
+
+def _exit(error: Exception, record: Callable[[Exception], None]) -> None:
+    """Leave a process whose main thread hangs. The disk may be what hangs."""
+    recording = threading.Thread(target=record, args=(error,), daemon=True)
+    recording.start()
+    recording.join(_RECORD_S)
+    sys.stderr.write("\n".join([str(error), *getattr(error, "__notes__", ()), ""]))
+    sys.stderr.flush()
+    os._exit(STALLED_EXIT_CODE)
 
 
 def resume_line(*, resume_mode: str = "auto") -> str:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
 import torch
 
-from dovetail.backends.schedule import LearningRateSchedule, learning_rate
+from dovetail.backends.schedule import LearningRateSchedule, TrainingProgress, learning_rate
 from dovetail.config.optim import OptimConfig
 
 pytestmark = pytest.mark.unit
@@ -82,3 +83,23 @@ def test_a_loaded_schedule_continues_the_curve() -> None:
     second.load_state_dict(first.state_dict())
     assert second.lr == 1.0
     assert optimizer.param_groups[0]["lr"] == 1.0
+
+
+def test_the_schedule_counts_training_steps_that_changed_the_weights_also_through_a_resume() -> None:
+    """As accelerate, transformers' Trainer and Megatron-LM, which do not advance it where the optimizer was skipped."""
+
+    def build() -> TrainingProgress:
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2.0)
+        return TrainingProgress(LearningRateSchedule(optimizer, float))
+
+    good, bad = 1.0, math.nan
+    mini_batches = [(good, good), (good, bad), (bad, good), (bad, bad), (good, good)]
+    progress, before = build(), []
+    for first, second in mini_batches:
+        before.append(progress.stepped(first, advance_schedule=False).lr)
+        result = progress.stepped(second, advance_schedule=True)
+        resumed = build()
+        resumed.unpack(json.loads(json.dumps(progress.pack(None))))
+        progress = resumed
+    assert before == [0.0, 1.0, 2.0, 3.0, 3.0]
+    assert result.num_skipped == 4

@@ -196,3 +196,7 @@ def test_a_phase_that_raises_is_still_timed() -> None:
     with pytest.raises(KeyError):
         work()
     assert timers.seconds() == {"gen": 2.0}
+    assert timers.interrupted == "gen"
+    with timers("save_checkpoint"):
+        pass
+    assert timers.interrupted is None, "it was caught"

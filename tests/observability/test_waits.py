@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import bdb
 import logging
 import queue
 import threading
+from types import FrameType
 
 import pytest
 
@@ -140,3 +142,44 @@ def test_nothing_is_said_when_nobody_waits() -> None:
     waits.waiting("trainer", "draw 1", since=0)
     waits.clear()
     waits.check(10_000, limit_s=300)
+
+
+def test_a_wait_that_lasts_too_long_is_told_so_once_with_its_stack() -> None:
+    register, said = waits._Register(), []
+    wait = waits.Wait("a", "b", 1.0, 10.0, lambda over, stack: said.append((over, stack)))
+    register.add(wait)
+    wait.began -= 9.0
+    register.look()
+    assert not said
+    wait.began -= 2.0
+    register.look()
+    register.look()
+    assert [over for over, _ in said] == [wait]
+    assert "test_waits.py" in said[0][1]
+    register.remove(wait)
+
+
+def test_time_at_a_breakpoint_and_time_in_which_the_process_is_stopped_do_not_count() -> None:
+    register, said = waits._Register(), []
+    at_prompt, go_on = threading.Event(), threading.Event()
+
+    class Debugger(bdb.Bdb):
+        def user_line(self, frame: FrameType) -> None:
+            at_prompt.set()
+            go_on.wait(60)
+            self.set_continue()
+
+    stopped = threading.Thread(target=lambda: Debugger().run("pass", {"__name__": "users"}), daemon=True)
+    stopped.start()
+    assert at_prompt.wait(60)
+    wait = waits.Wait("a", "b", 1.0, 10.0, lambda over, stack: said.append(over), thread=stopped.ident or 0)
+    register._open.add(wait)
+    wait.began -= 1000.0
+    assert register.look() == []
+    assert wait.waited() < 1.0, "counts from when somebody last stood there"
+    go_on.set()
+    stopped.join(60)
+    wait.began -= 1000.0
+    register.skip(995.0)
+    register.look()
+    assert not said

@@ -127,7 +127,7 @@ def test_a_stopped_worker_is_named_and_the_run_ends_with_its_checkpoint(toy: Toy
         victim = run.workers()[1]
         os.kill(victim, signal.SIGSTOP)
         code, text = run.ends()
-        assert code == 1, text
+        assert code == 75, text
         said = re.search(r"^(\w+)\[rank (\d)\] hangs \(pid (\d+) on node \S+\) (.*)$", text, re.MULTILINE)
         assert said is not None, text
         assert int(said[3]) == victim, "the one that was stopped, not the one that waited for it"

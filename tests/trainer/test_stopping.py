@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import sys
 from pathlib import Path
@@ -12,7 +13,8 @@ import pytest
 from dovetail.checkpoint.store import CheckpointStore
 from dovetail.config.root import DovetailConfig
 from dovetail.observability.console import StepConsole
-from dovetail.observability.run_folder import RunFolder
+from dovetail.observability.run_folder import NOW, RunFolder
+from dovetail.trainer.checkpoints import TrainerCheckpoints
 from dovetail.trainer.run import RunResult, run_training, stopped_message
 from dovetail.trainer.stopping import Interrupted, StopRequest, resume_line
 from tests.trainer import toy_run
@@ -81,6 +83,20 @@ def test_a_second_signal_ends_the_run_at_once(toy: Toy, tmp_path: Path) -> None:
     assert caught.value.signum == signal.SIGINT
     assert CheckpointStore(tmp_path / "run").latest() is None
     assert RunFolder(tmp_path / "run").read_metrics()[-1]["step"] == 1
+
+
+@e2e
+def test_a_checkpoint_that_fails_after_a_signal_is_the_place_of_the_failure_and_not_the_step_given_up(
+    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise RuntimeError("the file server is gone")
+
+    monkeypatch.setattr(TrainerCheckpoints, "save", fails)
+    with pytest.raises(RuntimeError, match="the file server is gone"):
+        _run(toy.config(tmp_path / "run"), "gen", 2, signal.SIGTERM)
+    failed = json.loads((tmp_path / "run" / NOW).read_text())["failed"]
+    assert failed == "It failed in phase 'save_checkpoint' of step 1: the file server is gone"
 
 
 @e2e

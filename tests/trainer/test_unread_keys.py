@@ -36,7 +36,6 @@ DEPENDS = {
     "actor_rollout_ref.rollout.weight_sync": "the test asks for colocated, which happens anyway",
     "actor_rollout_ref.rollout.calculate_log_probs": "the engine's log-probs are always kept",
     "ray_init.*": "the run is watched in one process, without Ray",
-    "trainer.worker_timeout_s": "the run is watched in one process, without Ray",
     "reward_model.score_on": "the run is watched in one process, without Ray",
     "reward_model.code_isolation": "whether a data source is scored by running code",
     "data.skip_bad_rows": "whether the data holds bad rows",
