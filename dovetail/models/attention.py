@@ -26,6 +26,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from dovetail.models.errors import PackingError
 from dovetail.models.exact import attention, exactly
 from dovetail.models.packing import PackedSegments
 from dovetail.parallel.ulysses import gather_heads_scatter_seq, scatter_qkv_heads
@@ -79,12 +80,12 @@ def packed_attention(
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     packed = attention_mask is not None and attention_mask.numel() == 1 < key.size(2)  # `no_mask()`
     if packed and not causal:
-        raise NotImplementedError(
+        raise PackingError(
             f"{type(module).__name__} is not causal, which packed attention is; set use_remove_padding=False for this "
             "model."
         )
     if packed and segments is None:
-        raise NotImplementedError(
+        raise PackingError(
             f"{type(module).__name__} does not hand keywords of the model's call on to attention, so packed sequences "
             "would mix; set use_remove_padding=False for this model."
         )
@@ -94,9 +95,9 @@ def packed_attention(
         )
     for name in _UNSUPPORTED:
         if kwargs.get(name) is not None:
-            raise NotImplementedError(
-                f"{type(module).__name__} asks attention for {name}={kwargs[name]!r}, which packed attention does not "
-                "compute; set use_remove_padding=False for this model."
+            raise PackingError(
+                f"{type(module).__name__} asks attention for {name}{_number(kwargs[name])}, which packed attention "
+                "does not compute; set use_remove_padding=False for this model."
             )
     query, key, value = _same_dtype(query, key, value)
     if segments.sp_group is not None:
@@ -111,9 +112,14 @@ def packed_attention(
     return out, None
 
 
+def _number(value: Any) -> str:
+    """Not the numbers of a parameter."""
+    return "" if isinstance(value, Tensor) else f"={value!r}"
+
+
 def _same_dtype(*tensors: Tensor) -> Iterator[Tensor]:
     # Under autocast rotary embeddings leave query and key in float32 while value is already bfloat16.
-    device = tensors[0].device.type
+    device = "cpu" if tensors[0].is_meta else tensors[0].device.type  # there is no autocast of the meta device
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tensors[-1].dtype
     return (t.to(dtype) for t in tensors)
 

@@ -21,8 +21,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from dovetail.models.attention import PACKED_ATTENTION, register_packed_attention
-from dovetail.models.errors import ModelError
+from dovetail.models.attention import PACKED_ATTENTION, no_mask, register_packed_attention
+from dovetail.models.errors import ModelError, PackingError
 from dovetail.models.multimodal import (
     TOKEN_TYPES,
     as_text,
@@ -51,6 +51,7 @@ class TransformerBackbone(nn.Module):
         self.share_prefixes = share_prefixes
         self.image_mask_keyword = image_mask_keyword(hf_model)
         self._fixed_rope_length = _fixed_rope_length(hf_model.config.get_text_config())
+        refuse_other_backbones(hf_model)
         refuse_bidirectional(hf_model)
         if use_remove_padding:
             refuse_to_pack(hf_model)
@@ -178,7 +179,7 @@ def _fixed_rope_length(config: Any) -> int | None:
 
 def refuse_to_pack(hf_model: Any) -> None:
     """Layers with a state, such as linear attention, see whatever lies before a token in the row; models that count
-    positions by themselves count on from one sequence to the next."""
+    positions by themselves count on from one sequence to the next; some have attention of their own."""
     if "position_ids" not in inspect.signature(hf_model.base_model.forward).parameters:
         raise ModelError(
             f"{type(hf_model).__name__} takes no position ids, and in a row of packed sequences would count on from "
@@ -190,6 +191,56 @@ def refuse_to_pack(hf_model: Any) -> None:
         raise ModelError(
             f"{type(hf_model).__name__} has {', '.join(other) or 'recurrent'} layers, in which packed sequences would "
             "mix; set use_remove_padding=False for this model."
+        )
+    if not hf_model._can_set_attn_implementation():
+        raise ModelError(
+            f"{type(hf_model).__name__} computes attention with code of its own, in which packed sequences would mix; "
+            "set use_remove_padding=False for this model."
+        )
+
+
+def refuse_attention_that_cannot_be_packed(hf_model: Any) -> None:
+    """Run the layers without numbers: `packed_attention` refuses what it is asked for and does not compute.
+
+    For a model on the meta device, before a process is started.
+    """
+    hf_model.set_attn_implementation(register_packed_attention())
+    rows = torch.ones(2, 4, dtype=torch.long)
+    batch = pack_batch(rows, rows)
+    try:
+        hf_model.base_model(
+            input_ids=batch.input_ids.to("meta"),
+            attention_mask=no_mask().to("meta"),
+            position_ids=batch.position_ids.to("meta"),
+            use_cache=False,
+            segments=batch.segments,
+        )
+    except PackingError:
+        raise
+    except Exception as error:  # noqa: BLE001  without numbers a router, say, cannot go on; attention came before it
+        logger.debug("%s ends without numbers: %s", type(hf_model).__name__, error)
+
+
+_NO_PADDING = {
+    "cpmant": "adds a prompt of its own to every row",
+    "rwkv": "takes padding for tokens",
+    "xlstm": "takes padding for tokens",
+    "xlnet": "lets tokens attend to later ones",
+}
+
+
+def refuse_other_backbones(hf_model: Any) -> None:
+    """What does not compute hidden states of causal, padded rows."""
+    if hf_model.config.is_encoder_decoder:
+        raise ModelError(f"{type(hf_model).__name__} has an encoder beside its decoder; give a decoder-only model.")
+    if hf_model.base_model is hf_model and hf_model.get_output_embeddings() is not None:
+        raise ModelError(
+            f"{type(hf_model).__name__} does not say which of its parts computes hidden states (base_model_prefix="
+            f"{hf_model.base_model_prefix!r} names none of them); use another model."
+        )
+    if (reason := _NO_PADDING.get(hf_model.config.model_type)) is not None:
+        raise ModelError(
+            f"{type(hf_model).__name__} {reason}, which dovetail's batches do not allow; use another model."
         )
 
 

@@ -13,9 +13,16 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from dovetail.config.errors import name_some
-from dovetail.models.backbone import refuse_bidirectional, refuse_layers_before_the_head, refuse_to_pack
+from dovetail.models.backbone import (
+    refuse_attention_that_cannot_be_packed,
+    refuse_bidirectional,
+    refuse_layers_before_the_head,
+    refuse_other_backbones,
+    refuse_to_pack,
+)
 from dovetail.models.errors import ModelError
 from dovetail.models.load import Role, build_meta_model
+from dovetail.models.logits import logit_transform
 from dovetail.models.weights import lacks_head, load_weights, unread_tensors
 
 # Heads of other roles, buffers that older releases saved, and layers that only predict further tokens.
@@ -65,11 +72,14 @@ def check_model_folder(
         )
     if override_config:
         model = build_meta_model(path, role, override_config=override_config, trust_remote_code=trust_remote_code)
+    refuse_other_backbones(model)
     refuse_bidirectional(model)
     if role == "policy":
         refuse_layers_before_the_head(model)
+        logit_transform(model)
     if packs:
         refuse_to_pack(model)
+        refuse_attention_that_cannot_be_packed(model)
     load_weights(nn.ModuleDict({"hf_model": model}), path, headers_only=headers_only)
 
 

@@ -123,11 +123,11 @@ def build_meta_model(
     *,
     dtype: torch.dtype = torch.float32,
     override_config: Mapping[str, Any] | None = None,
-    attn_implementation: str = "sdpa",
+    attn_implementation: str | None = None,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """The network a role needs, without memory. Tied weights are tied already. Dropout is off, unless `override_config`
-    sets it.
+    sets it. Attention is torch's (SDPA), or the model's own code (eager) where transformers has no other for it.
 
     `value` and `reward` give a scalar head; an architecture without a classification class comes back bare, and
     `ValueModel` / `RewardModel` add the head.

@@ -6,15 +6,19 @@ Adapters are injected into the transformers model itself, so every other part se
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from dovetail.models.errors import ModelError
 from dovetail.models.weights import LORA_BASE
+
+logger = logging.getLogger(__name__)
 
 ADAPTER = "default"
 
@@ -30,12 +34,20 @@ def add_lora(
 ) -> Any:
     """Inject adapters and freeze everything else; returns the same model. Call it before FSDP, meta device or not.
 
-    A scalar head, which starts from random numbers, gets no adapter and is trained itself.
+    "all-linear" is every linear layer but the output layer. Experts, which are one parameter a layer, and their routers
+    get none. A scalar head, which starts from random numbers, gets no adapter and is trained itself.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
     targets = target_modules if isinstance(target_modules, str) else list(target_modules)
     excluded = exclude_modules if exclude_modules is None or isinstance(exclude_modules, str) else list(exclude_modules)
+    place: Any = hf_model
+    if targets == "all-linear":
+        targets = _linear_layers(hf_model)
+        # The same modules without a config, by which peft adds the experts and routers of some mixtures.
+        place = nn.Module()
+        place._modules = hf_model._modules
+        _say_what_gets_none(hf_model)
     config = LoraConfig(
         r=rank,
         lora_alpha=alpha,  # pyrefly: ignore[bad-argument-type]
@@ -43,16 +55,32 @@ def add_lora(
         exclude_modules=excluded,
         lora_dropout=dropout,
         bias="none",
-        # Which output layer "all-linear" leaves out.
-        task_type="SEQ_CLS" if _scalar_heads(hf_model) else "CAUSAL_LM",
     )
-    inject_adapter_in_model(config, hf_model, adapter_name=ADAPTER)
+    inject_adapter_in_model(config, place, adapter_name=ADAPTER)
     _refuse_what_cannot_be_merged(hf_model)
     for name, parameter in hf_model.named_parameters():
         parameter.requires_grad_(is_lora_name(name))
     for head in _scalar_heads(hf_model):
         head.requires_grad_(True)
     return hf_model
+
+
+def _linear_layers(hf_model: Any) -> list[str]:
+    heads = [hf_model.get_output_embeddings(), *_scalar_heads(hf_model)]
+    return [
+        name
+        for name, part in hf_model.named_modules()
+        if isinstance(part, nn.Linear | Conv1D) and all(part is not head for head in heads)
+    ]
+
+
+def _say_what_gets_none(hf_model: Any) -> None:
+    experts = [name for name, parameter in hf_model.named_parameters() if parameter.dim() == 3 and "experts" in name]
+    if experts:
+        logger.warning(
+            "target_modules=all-linear: the experts of %s are one parameter a layer (%s) and get no adapter; its other "
+            "linear layers do.", type(hf_model).__name__, experts[0],
+        )  # fmt: skip
 
 
 def _scalar_heads(hf_model: Any) -> list[nn.Module]:
@@ -68,7 +96,8 @@ def _refuse_what_cannot_be_merged(hf_model: Any) -> None:
     if experts:
         raise ModelError(
             f"{type(hf_model).__name__} holds all experts of a layer in one parameter ({experts[0]}), which gets no "
-            "adapter here; set target_modules to layers of its attention, such as [q_proj, k_proj, v_proj, o_proj]."
+            "adapter here; set target_modules=all-linear, which leaves it out, or to layers of its attention, such as "
+            "[q_proj, k_proj, v_proj, o_proj]."
         )
     embedding = hf_model.get_input_embeddings().weight
     for name, layer in adapted.items():

@@ -31,8 +31,9 @@ from dovetail.models.head import (
     listed_log_probs,
     plain_log_prob_entropy,
 )
+from dovetail.models.logits import logit_transform
 from dovetail.models.token_batch import Reads, TokenBatch
-from dovetail.models.vocabulary_divergence import OutputLayer, Teacher, divergence_from, logit_transform
+from dovetail.models.vocabulary_divergence import OutputLayer, Teacher, divergence_from
 
 
 class PolicyOutput(NamedTuple):
@@ -83,7 +84,7 @@ class PolicyModel(TransformerBackbone):
         self.chunk_entropy = chunk_entropy
         self.recompute_entropy = recompute_entropy
         # Models that scale or cap their logits do it after the head: the factor joins the temperature.
-        self._logit_scale, self._softcap = logit_transform(hf_model.config)
+        self._logit_scale, self._softcap = logit_transform(hf_model)
         if use_fused_kernels and self._softcap:
             raise ValueError(
                 f"{type(hf_model).__name__} caps its logits (final_logit_softcapping={self._softcap}), which the fused "

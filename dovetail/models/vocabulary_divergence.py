@@ -6,8 +6,6 @@ again in backward, and never held for a whole batch. The teacher's output layer 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ from dovetail.algorithms.distillation import Divergence, vocabulary_divergence
 from dovetail.models.errors import ModelError
 from dovetail.models.head import chunk_log_probs, default_chunk_size
 from dovetail.models.load import build_meta_model, model_folder
+from dovetail.models.logits import logit_transform
 from dovetail.models.weights import iter_model_tensors
 
 TENSORS_HELD = 4
@@ -50,30 +49,6 @@ class Teacher:
     layer: OutputLayer
     divergence: Divergence = "reverse"
     hidden: Tensor | None = None
-
-
-_FACTORS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
-_DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
-_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-
-
-def logit_transform(config: Any) -> tuple[float, float | None]:
-    """Factor and cap of the logits after the output layer, in models that have them."""
-    text = config.get_text_config()
-    if (getattr(text, "unpadded_vocab_size", None) or text.vocab_size) < text.vocab_size:
-        raise ModelError(
-            f"model_type={text.model_type} leaves out the logits from {text.unpadded_vocab_size} on "
-            "(unpadded_vocab_size), which dovetail does not; use a model without."
-        )
-    factors, divisors = _FACTORS, _DIVISORS
-    if text.model_type == "hyperclovax":  # the one that multiplies by what others divide by
-        factors, divisors = (*_FACTORS, *_DIVISORS), ()
-    scale = _product(text, factors) / _product(text, divisors)
-    return scale, next((cap for name in _CAPS if (cap := getattr(text, name, None))), None)
-
-
-def _product(config: Any, names: Sequence[str]) -> float:
-    return math.prod(float(getattr(config, name, None) or 1.0) for name in names)
 
 
 def divergence_from(
@@ -117,5 +92,5 @@ def load_output_layer(path: str, *, dtype: torch.dtype, device: torch.device, **
     }
     if missing := set(names.values()) - set(tensors):
         raise ModelError(f"{path} holds no tensor for the {missing.pop()} of the output layer; download it again.")
-    scale, softcap = logit_transform(hf_model.config)
+    scale, softcap = logit_transform(hf_model)
     return OutputLayer(tensors["weight"], tensors.get("bias"), scale, softcap)

@@ -96,8 +96,8 @@ def test_adapters_of_matrices_that_are_kept_the_other_way_round_are_merged_so() 
 @pytest.mark.parametrize(
     ("family", "targets", "says"),
     [
-        ("qwen3_moe", "all-linear", r"holds all experts.*q_proj"),
-        ("mixtral", "all-linear", r"holds all experts"),
+        ("qwen3_moe", ["q_proj", "gate_proj", "up_proj", "down_proj"], r"holds all experts.*all-linear.*q_proj"),
+        ("mixtral", ["w1", "w2", "w3"], r"holds all experts"),
         ("qwen2", ["q_proj", "lm_head"], r"lm_head.*cannot be merged"),
         ("llama", ["embed_tokens"], r"embed_tokens.*cannot be merged"),
     ],
@@ -129,6 +129,40 @@ def test_peft_adapts_the_modules_that_an_exported_adapter_has_and_no_others(
         atol=1e-6,
         rtol=1e-6,
     )
+
+
+_DENSE_AND_SPARSE = {"mlp_only_layers": [0], "num_hidden_layers": 2}
+
+
+@pytest.mark.parametrize(("family", "sizes"), [("qwen3_moe", _DENSE_AND_SPARSE), ("mixtral", {})])
+def test_all_linear_leaves_out_experts_and_routers_of_a_mixture(
+    family: str, sizes: dict, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_tiny_model(family, tmp_path, **sizes)
+    policy = PolicyModel(add_lora(build_meta_model(tmp_path), rank=4, alpha=8))
+    materialize(policy, "cpu")
+    load_weights(policy, tmp_path)
+    assert "experts of " in caplog.text
+    assert "get no adapter" in caplog.text
+    adapted = {
+        name.split(".lora_")[0].split(".layers.")[1] for name, _ in policy.named_parameters() if is_lora_name(name)
+    }
+    attention = {f"{layer}.self_attn.{part}_proj" for layer in range(2) for part in "qkvo"}
+    dense = {f"0.mlp.{part}_proj" for part in ("gate", "up", "down")}
+    assert adapted == attention | (dense if sizes else set())
+    _randomize(policy)
+    weights = ((n.removeprefix(HF_PREFIX), p.detach()) for n, p in policy.named_parameters())
+    plain = tiny_model(family, seed=5, **sizes)
+    plain.load_state_dict(dict(merged_weights(policy.hf_model, weights)), strict=True)
+    batch = ragged_batch([5, 8])
+    torch.testing.assert_close(
+        run_model(PolicyModel(plain), **batch).log_probs, run_model(policy, **batch).log_probs, atol=1e-5, rtol=1e-5
+    )
+
+
+def test_all_linear_leaves_out_what_is_excluded_by_the_names_of_the_model() -> None:
+    model = add_lora(tiny_model("qwen3_moe"), rank=4, alpha=8, exclude_modules=r"model\.layers\.0\..*")
+    assert {name.split(".")[2] for name, _ in model.named_parameters() if is_lora_name(name)} == {"1"}
 
 
 def test_a_model_without_adapter_has_none_to_switch_off() -> None:

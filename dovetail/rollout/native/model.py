@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from dovetail.models.load import auto_class, load_config
+from dovetail.models.logits import leaves_out_scale
 from dovetail.rollout.base import ModelArgs
 from dovetail.rollout.native.attention import ATTENTION_NAME
 
@@ -106,6 +107,11 @@ def _check_supported(model: PreTrainedModel) -> None:
         other = "positions that it counts by itself"
     if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
         other = "attention to later tokens"
+    if leaves_out_scale(model):
+        raise NotImplementedError(
+            f"{type(model).__name__} leaves out logit_scale={config.logit_scale} of its language model, and the native "
+            "engine would sample from other probabilities than those it was trained with. Use rollout.name=vllm."
+        )
     if other:
         raise NotImplementedError(
             f"model_type={config.model_type} has {other}; the native engine computes full causal attention only. "
