@@ -17,6 +17,7 @@ from dovetail.config import ConfigError, DovetailConfig, LoadedConfig, Notice, l
 from dovetail.config.errors import Problem
 from dovetail.config.translate import expand
 from dovetail.config.tree import leaves
+from dovetail.config.validate import unknown_keys
 from dovetail.observability.disk import why_not_writable
 from dovetail.rewards.signatures import takes_lists
 
@@ -51,7 +52,7 @@ class Trainer:
     def __init__(
         self,
         model: str | Path,
-        data: Data,
+        data: Data | None = None,
         *,
         val_data: Data | None = None,
         engine: str | None = None,
@@ -77,6 +78,9 @@ class Trainer:
         short = {"model": str(model), "engine": engine, "steps": steps, "lr": lr}
         self._short = {name: value for name, value in short.items() if value is not None}
         self._keys = {**dict(leaves(config or {})), **overrides}
+        if data is None and not {"data.train_files", "data.custom_cls.path"} & set(self._keys):
+            # Scripts for TRL give `train_dataset`.
+            raise ConfigError(unknown_keys(self._keys) or [Problem("data", "data is not set; give a path or rows.")])
         folder = output or self._keys.get("trainer.default_local_dir") or self._keys.get("output")
         self._given_folder = Path(folder).expanduser() if folder else None
         self._loaded: LoadedConfig | None = None
@@ -131,9 +135,13 @@ class Trainer:
 
     def _values(self) -> dict[str, Any]:
         """Later entries win."""
-        given = {"data": self._data} | ({} if self._val_data is None else {"val_data": self._val_data})
+        given = {"data": self._data, "val_data": self._val_data}
         own_class = "data.custom_cls.path" in self._keys
-        data = {name: data_files(each, self._folder, name, own_class=own_class) for name, each in given.items()}
+        data = {
+            name: data_files(each, self._folder, name, own_class=own_class)
+            for name, each in given.items()
+            if each is not None
+        }
         named = {**self._short, **data}
         self._refuse_twice(named)
         return {**self.preset, **named, **self._keys, "output": str(self._folder)}
@@ -160,7 +168,7 @@ class _RL(Trainer):
     def __init__(
         self,
         model: str | Path,
-        data: Data,
+        data: Data | None = None,
         reward: Reward | None = None,
         *,
         val_data: Data | None = None,

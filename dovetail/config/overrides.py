@@ -21,6 +21,10 @@ _FILE_OPTIONS = ("--config-path", "--config-name", "--config-dir")
 VERLS_OWN_FILE = re.compile(
     r"((fully_async|one_step_off|transfer_queue)_)?(ppo|dapo)_(megatron_)?trainer|sft_trainer\w*"
 )
+_VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})")
+# What only a shell can fill in: `$NAME` that is not in the environment, `${NAME:-default}`, `$(command)`. A name with
+# dots, `${data.seed}`, is an interpolation.
+_OF_SHELL = re.compile(r"\$(?:[A-Za-z_(]|\{\w+(?:\}|:?[-=?+]))")
 _ARGUMENTS_OF_CALLER = {"$@", '"$@"', "${@}", '"${@}"', "\\", "&&", "--"}
 
 
@@ -93,10 +97,20 @@ def _add_file(parsed: ParsedOverrides, options: dict[str, str], source: str) -> 
 
 
 def read_overrides_file(path: Path) -> ParsedOverrides:
-    """Read a launch list: one override per line, `#` comments, and what survives of a shell script around it."""
+    """Read a launch list: one override per line, `#` comments, and what survives of a shell script around it.
+
+    Variables of the environment are filled in, as in `$HOME/data`.
+    """
     texts: list[str] = []
     for line in path.read_text(encoding="utf-8").splitlines():
         texts.extend(_overrides_of_line(line))
+    texts = [_VARIABLE.sub(lambda match: os.environ.get(match[1] or match[2], match[0]), text) for text in texts]
+    if unfilled := next((text for text in texts if _OF_SHELL.search(text)), None):
+        message = (
+            f"{path}: {unfilled!r} has a variable that only a shell can fill in. Let one write the list: "
+            f'bash -c \'python3() {{ printf "%s\\n" "${{@:3}}"; }}; . {path}\' > launch.txt, then give launch.txt.'
+        )
+        return ParsedOverrides([], [Problem(str(path), message)], [])
     return parse_overrides(texts, source=str(path), shell_quotes=True)
 
 

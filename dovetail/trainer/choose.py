@@ -181,6 +181,8 @@ def _choose_rate(choices: _Choices) -> None:
     config = choices.config
     method, section = config.trainer.method, _trained_section(config)
     if method == "rl":
+        if config.actor_rollout_ref.model.uses_lora:
+            choices.choose_all("a usual rate for adapters", {f"{section}.optim.lr": 3e-5})
         return
     if method == "reward" and not choices.is_open(f"{_ACTOR}.optim.lr"):
         rate, why = config.actor_rollout_ref.actor.optim.lr, _GIVEN

@@ -118,7 +118,14 @@ def _folders(config: DovetailConfig) -> Iterator[Problem]:
         if not folder or folder in seen or is_hub_name(folder):
             continue
         seen.add(folder)
-        if not (Path(folder) / "config.json").is_file():
+        if (Path(folder) / "config.yaml").is_file() and any(Path(folder).glob("global_step_*")):
+            exported = f"{folder.rstrip('/')}-model"
+            yield Problem(
+                key,
+                f"{key}={folder} is a run folder; export its model with `dovetail export {folder} {exported}`, "
+                f"and give {exported}.",
+            )
+        elif not (Path(folder) / "config.json").is_file():
             yield Problem(
                 key,
                 f"{key}={folder} has no config.json (looked at {Path(folder).absolute()}); give a folder of Hugging "

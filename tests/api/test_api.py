@@ -276,6 +276,15 @@ def test_an_argument_and_a_key_that_say_different_things_are_refused(
     assert config.actor_rollout_ref.actor.optim.lr == 1e-4
 
 
+def test_the_arguments_of_trl_are_refused_with_their_names_here() -> None:
+    with pytest.raises(ConfigError) as refused:
+        dovetail.GRPO(model="org/name", train_dataset=[], reward_funcs=len, loss_type="dapo")
+    for words in ("train_dataset is not a known key; that is data here", "reward_funcs is not", "actor.loss_agg_mode"):
+        assert words in str(refused.value)
+    with pytest.raises(ConfigError, match="data is not set; give a path or rows"):
+        dovetail.SFT("org/name")
+
+
 def test_an_output_that_is_a_file_is_refused(model: str, tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("")
     with pytest.raises(ConfigError, match=r"output=.*taken cannot be written: it is a file, not a folder"):

@@ -119,6 +119,7 @@ MISSING = {
     "which function scores a response: reward={here}/reward.py:NAME.",
     "data.sampler.class_path=pkg://no_such_package.sampler": "there is no module no_such_package.sampler here",
     "actor_rollout_ref.model.path=/no/such": "/no/such has no config.json",
+    "actor_rollout_ref.model.path={here}/run": "is a run folder; export its model with `dovetail export",
     "trainer.import_modules=[no_such_package]": "there is no module no_such_package here",
     "data.train_batch_size=256": "has 128 rows, fewer than one batch of 256",
     f"{R}.name=sglang": "rollout.name=sglang needs the package sglang, which is not installed here: pip",
@@ -139,6 +140,8 @@ def test_what_is_not_there_is_an_error_unless_the_run_is_for_another_machine(
     monkeypatch.setattr(installed, "_specifier", lambda name, extra: "")
     monkeypatch.delenv("DOVETAIL_SGLANG_PYTHON", raising=False)
     here = launch_list.parent
+    (here / "run" / "global_step_2").mkdir(parents=True)
+    (here / "run" / "config.yaml").touch()
     (here / "reward.py").write_text("def score(): ...\ntry:\n    later = 1\nfinally:\n    pass\n")
     arguments = ["check", "--overrides-file", str(launch_list), override.format(here=here)]
     assert main([*arguments, "--format", "json"]) == 2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +76,28 @@ def test_plus_signs_set_and_tilde_deletes() -> None:
 def test_what_is_no_override_is_a_problem_that_says_how_to_write_one() -> None:
     parsed = parse_overrides(["trainer.nnodes 2"], source="override")
     assert "key=value" in str(parsed.problems[0])
+
+
+def test_a_script_with_variables_of_its_own_says_how_a_shell_writes_the_list(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DATA_OF_TEST", "/data")
+    path = tmp_path / "run.sh"
+    path.write_text(
+        "steps=3\npython3 -m verl.trainer.main_ppo data.train_files=$DATA_OF_TEST/a.parquet \\\n"
+        "  trainer.total_training_steps=${steps} 'data.seed=${trainer.seed}' $@\n"
+    )
+    [problem] = read_overrides_file(path).problems
+    assert "'trainer.total_training_steps=${steps}' has a variable that only a shell can fill in" in problem.message
+    command = re.search(r"bash -c .*launch\.txt(?=,)", problem.message)
+    assert command is not None
+    subprocess.run(command[0], shell=True, cwd=tmp_path, check=True)
+    parsed = read_overrides_file(tmp_path / "launch.txt")
+    assert {one.key: one.value for one in parsed.overrides} == {
+        "data.train_files": "/data/a.parquet",
+        "trainer.total_training_steps": 3,
+        "data.seed": "${trainer.seed}",
+    }
 
 
 def test_a_launch_list_may_keep_its_comments_and_its_shell(tmp_path: Path) -> None:

@@ -149,6 +149,7 @@ def test_a_method_beside_rl_has_defaults_of_its_own_in_every_spelling(
     [
         (["trainer.method=sft", "actor_rollout_ref.model.lora_rank=8"], 1e-4),
         (["trainer.method=dpo", "dpo.loss_type=orpo"], 1e-5),
+        (["actor_rollout_ref.model.lora_rank=8"], 3e-5),
     ],
 )
 def test_adapters_and_orpo_learn_faster(words: list[str], more: list[str], rate: float) -> None:
