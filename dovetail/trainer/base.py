@@ -119,8 +119,8 @@ class BaseTrainer(ABC, Generic[Groups]):
         if not settings.val_only:
             with frozen_gc() as freeze_gc, self.stop.training():
                 last_validation = self._train(last_validation, freeze_gc)
-        # First: whatever goes wrong below, the last checkpoint is there.
-        self._note_saved(self.checkpoints.finish())
+                # First, and before a signal ends the run at once: what follows may fail, the last checkpoint is there.
+                self._note_saved(self.checkpoints.finish())
         self._close()
         self._phase_changed(None)
         self._write_now(None, finished=self.stop.name is None, stopped=self.stop.name is not None)
