@@ -56,15 +56,17 @@ class CallLimits:
         """For a call on ``rows`` rows; more rows than the longest call had get more time."""
         known = self._longest.get((role, method))
         if known is None:
+            slow, hung = min(SLOW_LEAST_S * 10, self.first_limit_s), self.first_limit_s
             why = f"no earlier call to compare with; trainer.worker_timeout_s={self.first_limit_s:.0f}"
-            return CallLimit(min(SLOW_LEAST_S * 10, self.first_limit_s), self.first_limit_s, why)
-        expected = known.seconds * max(1.0, rows / known.rows if known.rows else 1.0)
-        hung = max(min(HUNG_LEAST_S, self.first_limit_s), HUNG_TIMES * expected)
-        why = f"the longest call before took {known.seconds:.1f} s"
+        else:
+            expected = known.seconds * max(1.0, rows / known.rows if known.rows else 1.0)
+            slow = max(SLOW_LEAST_S, SLOW_TIMES * expected)
+            hung = max(min(HUNG_LEAST_S, self.first_limit_s), HUNG_TIMES * expected)
+            why = f"the longest call before took {known.seconds:.1f} s"
         allowed = self._allowed_s.get(method)
         if allowed and allowed + HUNG_LEAST_S > hung:
             hung, why = allowed + HUNG_LEAST_S, f"{why}, and what it waits for may take {allowed:.0f} s"
-        return CallLimit(max(SLOW_LEAST_S, SLOW_TIMES * expected), hung, why)
+        return CallLimit(slow, hung, why)
 
 
 def find_hung_rank(stacks: Mapping[int, str]) -> int | None:

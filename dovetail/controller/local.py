@@ -8,8 +8,8 @@ the caller's process can end it, see `when_hung`.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -94,24 +94,32 @@ class _LocalHost(WorkerHost):
         return self._workers[role]
 
     def run_watched(self, call: Call, values: list[Any], rows: int) -> Any:
-        """Run a method; other threads name it when it takes long, and call `end_hung` when it takes too long."""
-        limit = self._limits.limit(call.role, call.method, rows)
-        what, hung = f"{call.role}.{call.method}", partial(self._hung, call, limit)
-        with waiting("the driver", what, limit_s=limit.slow_s, hung_s=limit.hung_s, on_hang=hung) as wait:
-            result = self.run(call, values)
-        self._limits.record(call.role, call.method, wait.waited(), rows)
-        return result
+        with self._watching(call.role, call.method, rows):
+            return self.run(call, values)
 
-    def _hung(self, call: Call, limit: CallLimit, wait: Wait, stack: str) -> None:
+    @contextmanager
+    def _watching(self, role: str, method: str, rows: int = 0) -> Iterator[None]:
+        """Another thread names the call when it takes long, and calls `end_hung` when it takes too long."""
+        limit = self._limits.limit(role, method, rows)
+        hung = partial(self._hung, role, method, limit)
+        with waiting("the driver", f"{role}.{method}", limit_s=limit.slow_s, hung_s=limit.hung_s, on_hang=hung) as wait:
+            yield
+        self._limits.record(role, method, wait.waited(), rows)
+
+    def _hung(self, role: str, method: str, limit: CallLimit, wait: Wait, stack: str) -> None:
         reason = f"Not finished after {wait.waited():.0f} s ({limit.why})."
         place = {"pid": os.getpid(), "node": self._context.node}
-        self.end_hung(WorkerHungError(call.role, 0, call.method, **place, reason=reason, worker_traceback=stack))
+        self.end_hung(WorkerHungError(role, 0, method, **place, reason=reason, worker_traceback=stack))
 
     def clear(self) -> None:
         with ExitStack() as stack:
             stack.callback(self._workers.clear)
-            for worker in self._workers.values():
-                stack.callback(worker.close)
+            for role, worker in self._workers.items():
+                stack.callback(self._close, role, worker)
+
+    def _close(self, role: str, worker: Worker) -> None:
+        with self._watching(role, "close"):
+            worker.close()
 
 
 class _Done:

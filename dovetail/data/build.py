@@ -21,7 +21,11 @@ from dovetail.data.prompts import PromptDataset, collate
 from dovetail.data.sampler import PromptSampler
 from dovetail.data.tool_files import read_tool_file
 from dovetail.data.user_classes import TorchOrder, build_custom_prompts, make_torch_sampler
+from dovetail.observability.waits import waiting
 from dovetail.protocol import DataProto
+
+_SLOW_S = 60.0
+"""Rows may name images on a file server, and a dataset of the user's own may do anything."""
 
 
 class Prompts(Protocol):
@@ -82,6 +86,10 @@ class PromptLoader:
 
     def next_batch(self) -> DataProto:
         """The next batch, in the next epoch when this one is over."""
+        with waiting("the driver", "a batch of the data loader", limit_s=_SLOW_S):
+            return self._next_batch()
+
+    def _next_batch(self) -> DataProto:
         if self._threads is None:
             indices = self.sampler.next_batch()
             self._state = self.sampler.state_dict()

@@ -10,10 +10,13 @@ from typing import Any, Self
 
 from dovetail.observability.console import StepConsole
 from dovetail.observability.run_folder import RunFolder
-from dovetail.observability.sinks import SINKS, RunFacts, ShownAnswer, open_sinks
+from dovetail.observability.sinks import SINKS, RunFacts, ShownAnswer, Sink, open_sinks
+from dovetail.observability.waits import waiting
 
 # The run folder's metrics.jsonl is always written; these names say so out loud.
 _ALWAYS = ("file", "jsonl")
+_SLOW_S = 60.0
+"""Trackers may call servers; one that takes longer is named in the log."""
 
 
 class Tracker:
@@ -43,8 +46,7 @@ class Tracker:
         numbers = finite_numbers(metrics)
         if self._console is not None:
             self._console.end_step(step, numbers)
-        for sink in self._sinks:
-            sink.log(step, numbers)
+        self._tell(lambda sink: sink.log(step, numbers))
         if self._on_step is not None and step > 0:  # 0 is a validation before the first step
             self._on_step(step, numbers)
 
@@ -53,8 +55,7 @@ class Tracker:
         self.folder.log_event(kind, step, **facts)
         if self._console is not None:
             self._console.event(kind, step, facts)
-        for sink in self._sinks:
-            sink.event(kind, step, facts)
+        self._tell(lambda sink: sink.event(kind, step, facts))
 
     def show_wait(self, words: str) -> None:
         """Who waits for whom right now, to the console."""
@@ -63,31 +64,32 @@ class Tracker:
 
     def show_answers(self, step: int, answers: Sequence[ShownAnswer]) -> None:
         """To the sinks, as a table; without one to the console. The run folder has every answer anyway."""
-        for sink in self._sinks:
-            sink.show_answers(step, answers)
+        self._tell(lambda sink: sink.show_answers(step, answers))
         if self._console is not None and not self._sinks:
             self._console.answers(step, answers)
 
     def start(self, *checkpoints: Path) -> None:
         """Begin a run from step 0. `checkpoints`: see `RunFolder.start`."""
         if self.folder.start(*checkpoints):
-            for sink in self._sinks:
-                sink.event("start", 0, {})
+            self._tell(lambda sink: sink.event("start", 0, {}))
 
     def resume(self, step: int, *checkpoints: Path) -> None:
         """Continue after `step`: files and console go back to it. `checkpoints`: see `RunFolder.resume`."""
         self.folder.resume(step, *checkpoints)
         if self._console is not None:
             self._console.event("resume", step, {})
-        for sink in self._sinks:
-            sink.event("resume", step, {})
+        self._tell(lambda sink: sink.event("resume", step, {}))
 
     def close(self) -> None:
         """Flush and leave the trackers; the console shows its last state."""
         if self._console is not None:
             self._console.close()
+        self._tell(lambda sink: sink.close())
+
+    def _tell(self, what: Callable[[Sink], None]) -> None:
         for sink in self._sinks:
-            sink.close()
+            with waiting("the driver", f"the tracker {type(sink).__name__}", limit_s=_SLOW_S):
+                what(sink)
 
     def __enter__(self) -> Self:
         return self

@@ -13,6 +13,7 @@ import os
 import pickle
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -31,6 +32,7 @@ from dovetail.rewards.functions import FunctionSpec, StartMessage
 logger = logging.getLogger(__name__)
 
 START_SECONDS = 120.0
+MESSAGE_SECONDS = 30
 _LOG_LIMIT = 1 << 20
 _TAIL = 4000
 
@@ -59,6 +61,9 @@ class WorkerHandle:
             env=environment,
         )
         theirs.close()
+        # One thread serves all processes: it waits this long for one that is stopped in the middle of a message.
+        for direction in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+            ours.setsockopt(socket.SOL_SOCKET, direction, struct.pack("ll", MESSAGE_SECONDS, 0))
         self.connection = Connection(ours.detach())
         self.is_ready = False
         self.start_failure: Failure | None = None

@@ -201,13 +201,13 @@ def _become_nobody() -> None:
 
 
 def _build_root(root: str, readable: list[str]) -> None:
-    """A new root in memory: these paths read-only, an empty /tmp, nothing else."""
+    """A new root in memory: these paths read-only, a /tmp that is empty but for those below it, nothing else."""
     _mount("none", "/", None, _RECURSIVE | _PRIVATE)
     _mount("tmpfs", root, "tmpfs", _NO_SUID | _NO_DEVICES, "size=64m,mode=755")
     for path in readable:
         _show(root, path)
     for name in ("tmp", "proc", "old"):
-        os.mkdir(f"{root}/{name}")
+        os.makedirs(f"{root}/{name}", exist_ok=True)  # an interpreter in /tmp is shown there
     os.chmod(f"{root}/tmp", 0o1777)
     try:  # noqa: SIM105
         _mount("proc", f"{root}/proc", "proc", _NO_SUID | _NO_DEVICES)

@@ -28,6 +28,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from dovetail.observability.disk import free_bytes
+
 # Without `site`, whose search for .pth files is slow; the launcher adds the packages itself.
 _SERVER = [
     sys.executable, "-I", "-S", "-c",
@@ -102,6 +104,8 @@ logger = logging.getLogger(__name__)
 
 _MAX_OUTPUT = 1 << 20
 _LAUNCHER_SECONDS = 30.0
+_LEAST_FREE = 1 << 16
+"""Bytes. With less, a program that has failed may only have found no room for its output."""
 
 
 class SandboxUnavailable(RuntimeError):
@@ -282,7 +286,10 @@ def _run_limited(folder: str, stdin: str, timeout: float, memory_limit_mb: int, 
         kind, _, detail = _wait(reports, launcher, timeout + _LAUNCHER_SECONDS).partition(" ")
     if kind not in ("exit", "timeout"):
         raise SandboxUnavailable(f"the program could not be started: {detail or _read(paths[2])[-500:]}")
-    return ProgramRun((kind, detail) == ("exit", "0"), _read(paths[1]), _read(paths[2]), kind == "timeout")
+    done = ProgramRun((kind, detail) == ("exit", "0"), _read(paths[1]), _read(paths[2]), kind == "timeout")
+    if not done.ok and free_bytes(Path(folder)) < _LEAST_FREE:
+        raise SandboxUnavailable(f"the disk of {tempfile.gettempdir()} is full; free some space, or set TMPDIR.")
+    return done
 
 
 def _wait(reports: io.FileIO, launcher: int, seconds: float) -> str:

@@ -52,14 +52,16 @@ def main(fd: int, start_file: int) -> None:
             importlib.import_module(module)
         loaded = [load_function(spec, start.arguments, start.columns) for spec in start.specs]
         decode = _no_decoder if start.decoder is None else start.decoder.load()
-        if "asyncio" in sys.modules:  # a plain function may ask for the current loop
-            loop.get()
     except Exception as error:  # noqa: BLE001  the process boundary: the driver raises it
         # These say all there is to say; other code that fails has a traceback of its own.
         is_plain = isinstance(error, (UserCodeError, RewardError))
         connection.send(("unusable", str(error)) if is_plain else ("exception", traceback.format_exc()))
         return
     connection.send(("ready", None))
+    # A plain function may ask for the current loop. From Python 3.14 on there is none unless somebody has set it, also
+    # for one that imports asyncio in its body.
+    if "asyncio" in sys.modules or sys.version_info >= (3, 14):
+        loop.get()
     score = _score_batch if start.is_batch else _score_one
     while True:
         try:

@@ -119,8 +119,8 @@ class BaseTrainer(ABC, Generic[Groups]):
         if not settings.val_only:
             with frozen_gc() as freeze_gc, self.stop.training():
                 last_validation = self._train(last_validation, freeze_gc)
-        # First: whatever goes wrong below, the last checkpoint is there.
-        self._note_saved(self.checkpoints.finish())
+                # First, and before a signal ends the run at once: what follows may fail, the last checkpoint is there.
+                self._note_saved(self.checkpoints.finish())
         self._close()
         self._phase_changed(None)
         self._write_now(None, finished=self.stop.name is None, stopped=self.stop.name is not None)
@@ -292,15 +292,18 @@ class BaseTrainer(ABC, Generic[Groups]):
     def _write_now(self, phase: str | None, *, finished: bool = False, stopped: bool = False, **facts: str) -> None:
         # A run that only validates takes no steps, so it has no total.
         total = None if self.config.trainer.val_only else self.total_steps
-        self.tracker.folder.write_now(
-            step=self.global_step,
-            total_steps=total,
-            phase=phase,
-            since=round(self._phase_began, 3),
-            finished=finished,
-            stopped=stopped,
-            **facts,
-        )
+        try:
+            self.tracker.folder.write_now(
+                step=self.global_step,
+                total_steps=total,
+                phase=phase,
+                since=round(self._phase_began, 3),
+                finished=finished,
+                stopped=stopped,
+                **facts,
+            )
+        except OSError as error:  # it is only shown; an error that a phase ends with must not be lost for it
+            logger.warning("what the run is doing now cannot be written: %s", error)
 
     def _take_timeline(self) -> list[TimelineRow]:
         return take_timeline(self.timers, self.groups.processes, self._engine_spans())

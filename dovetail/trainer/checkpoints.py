@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.checkpoint.manifest import BrokenCheckpoint, verify_folder
-from dovetail.checkpoint.sharded import BACKGROUND_LIMIT_S
 from dovetail.checkpoint.store import CheckpointStore
 from dovetail.config.actor import CheckpointConfig
 from dovetail.config.root import DovetailConfig
@@ -111,8 +110,7 @@ class TrainerCheckpoints:
             return []
         with self._complete_or_absent(save.step):
             for group in save.writing:
-                # Earlier calls, when all was written, do not say how long a save may take. Workers know when one hangs.
-                group.finish_saving.submit().get(timeout=2 * BACKGROUND_LIMIT_S)
+                group.finish_saving()
             self._store.commit(save.step, world_size=self._config.trainer.world_size, parts=save.parts)
         self._store.prune()
         return [save.step]

@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+from dovetail.checkpoint.sharded import BACKGROUND_LIMIT_S
 from dovetail.config.root import DovetailConfig
 from dovetail.controller import (
     LocalWorkerGroup,
@@ -169,7 +170,7 @@ def start_processes(
         )
         processes: WorkerGroup = _start_on(pool, together, config)
     elif config.trainer.world_size == 1:
-        processes = LocalWorkerGroup(together, limits=_call_limits(config))
+        processes = LocalWorkerGroup(together, limits=call_limits(config))
     else:
         raise ValueError(
             f"trainer.n_gpus_per_node x trainer.nnodes = {config.trainer.world_size} processes need Ray; "
@@ -201,15 +202,17 @@ def _start_on(
 ) -> RayWorkerGroup:
     """A group on a pool of its own. The pool is given back if the group does not start."""
     try:
-        return RayWorkerGroup(pool, worker, name_prefix=name, limits=_call_limits(config))
+        return RayWorkerGroup(pool, worker, name_prefix=name, limits=call_limits(config))
     except BaseException:
         pool.release()
         raise
 
 
-def _call_limits(config: DovetailConfig) -> CallLimits:
+def call_limits(config: DovetailConfig) -> CallLimits:
+    """How long calls of the workers may take, in other processes or in this one."""
     rollout = config.actor_rollout_ref.rollout
     generating = ("generate_sequences", "generate_groups") if rollout.uses_agents else ()
-    return CallLimits(
-        config.trainer.worker_timeout_s, allowed_s=dict.fromkeys(generating, rollout.multi_turn.trajectory_timeout_s)
-    )
+    allowed = dict.fromkeys(generating, rollout.multi_turn.trajectory_timeout_s)
+    # Earlier calls, when all was written, do not say how long a save may take. The writer has a limit of its own.
+    allowed["finish_saving"] = BACKGROUND_LIMIT_S
+    return CallLimits(config.trainer.worker_timeout_s, allowed_s=allowed)

@@ -29,7 +29,9 @@ from dovetail.controller import dispatch as d
 from dovetail.controller.cluster import _start_with_retry
 from dovetail.controller.forwarding import merged_runtime_env
 from dovetail.controller.futures import BatchPart, BatchSlice
+from dovetail.controller.hangs import CallLimits
 from dovetail.controller.worker_logging import RoleFilter, logging_as
+from dovetail.observability import waits
 from dovetail.protocol import DataProto
 from tests.controller.worker_examples import Calculator, Collective, batch, column
 
@@ -322,3 +324,15 @@ def test_a_local_group_closes_all_of_its_workers_also_when_one_of_them_cannot() 
     assert sorted(closed) == ["actor", "ref"]
     group.shutdown()
     assert len(closed) == 2
+
+
+def test_a_local_worker_that_takes_long_to_close_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    named: list[waits.Wait] = []
+
+    class Slow(Worker):
+        def close(self) -> None:
+            named.extend(waits._REGISTER.look())
+
+    monkeypatch.setattr(waits, "_REGISTER", waits._Register())
+    LocalWorkerGroup(RayClassWithInitArgs(Slow), role="actor", limits=CallLimits(0.0)).shutdown()
+    assert [(wait.who, wait.what) for wait in named] == [("the driver", "actor.close")]

@@ -168,6 +168,8 @@ def test_a_call_that_waits_for_something_with_a_deadline_is_not_hung_before_it()
     assert limits.limit("actor", "update").hung_s == 600.0
     limits.record("actor", "generate", 700.0)
     assert limits.limit("actor", "generate").hung_s == 7000.0
+    short = CallLimits(first_limit_s=100.0, allowed_s={"generate": 1800.0})
+    assert short.limit("actor", "generate").hung_s == 2400.0, "the first call, too"
 
 
 class _Slow(RayCall):

@@ -12,11 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dovetail.config import DovetailConfig
+from dovetail.data import build
 from dovetail.data.build import PromptLoader, build_train_loader, build_val_loader
 from dovetail.data.errors import DataError
 from dovetail.data.sampler import PromptSampler, shuffled
+from dovetail.observability import waits
 from tests.data.prompt_files import dataset, toy_file
 from tests.models.tiny import tiny_tokenizer
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.unit
 
@@ -131,6 +134,27 @@ def test_the_loaders_state_is_that_of_the_last_batch_given_out(tmp_path: Path, n
     assert rows(second, 4) == expected[4:]
     for each in (whole, first, second):
         each.close()
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_who_waits_for_a_row_that_does_not_come_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_workers: int
+) -> None:
+    monkeypatch.setattr(build, "_SLOW_S", 0.0)
+    monkeypatch.setattr(waits, "_REGISTER", waits._Register())
+    prompts, named = dataset(toy_file(tmp_path, 4)), []
+    read = type(prompts).__getitem__
+
+    def slow(self: Any, index: int) -> Any:
+        if not named:  # it stays here until somebody has looked
+            named.extend(map(str, wait_until(waits._REGISTER.look, "the name of the wait")))
+        return read(self, index)
+
+    monkeypatch.setattr(type(prompts), "__getitem__", slow)
+    loader = PromptLoader(prompts, PromptSampler([4], batch_size=2), num_workers=num_workers)
+    loader.next_batch()
+    loader.close()
+    assert named[0].startswith("the driver waits for a batch of the data loader since")
 
 
 @pytest.mark.parametrize("num_workers", [0, 1, 3])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dovetail.config.names import LOGGERS
-from dovetail.observability import sinks
+from dovetail.observability import sinks, waits
 from dovetail.observability import tracker as tracker_module
 from dovetail.observability.console import make_console
 from dovetail.observability.run_folder import RunFolder
@@ -66,6 +66,21 @@ def test_a_step_reaches_folder_console_and_sinks(tmp_path: Path, monkeypatch: py
     assert opened[0].events == [("checkpoint", 1)]
     assert not opened[0].is_open
     assert stream.getvalue() == "step 1/10  reward 0.25\nstep 1: checkpoint (path global_step_1)\n"
+
+
+def test_a_tracker_that_takes_long_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    named: list[waits.Wait] = []
+
+    class Slow(ListSink):
+        def log(self, step: int, metrics: Mapping[str, float]) -> None:
+            named.extend(waits._REGISTER.look())
+
+    monkeypatch.setattr(tracker_module, "_SLOW_S", 0.0)
+    monkeypatch.setattr(waits, "_REGISTER", waits._Register())
+    monkeypatch.setitem(sinks.SINKS, "wandb", Slow)
+    with make_tracker(tmp_path, ["wandb"]) as made:
+        made.log(1, {})
+    assert [(wait.who, wait.what) for wait in named] == [("the driver", "the tracker Slow")]
 
 
 ANSWERS = [ShownAnswer("2 + 2", "[bold]4", 0.5), ShownAnswer("3 + 3", "", None)]

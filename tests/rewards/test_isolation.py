@@ -8,7 +8,9 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import subprocess
 import sys
+import tempfile
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,8 +18,16 @@ from pathlib import Path
 import pytest
 
 from dovetail.config import DovetailConfig
+from dovetail.rewards import sandbox as sandbox_module
 from dovetail.rewards.registry import check_sources, default_compute_score
-from dovetail.rewards.sandbox import Isolation, LocalSandbox, ProgramRun, SandboxUnavailable, detect_isolation
+from dovetail.rewards.sandbox import (
+    Isolation,
+    LocalSandbox,
+    ProgramRun,
+    SandboxUnavailable,
+    _interpreter_folders,
+    detect_isolation,
+)
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.unit
@@ -31,6 +41,23 @@ if os.fork() == 0:
         os.execv(sys.executable, [sys.executable, "-c", "import time; time.sleep(600)", "{mark}"])
     os._exit(0)
 {then}
+"""
+
+FULL = """
+import os, sys, tempfile
+from dovetail.rewards.registry import default_compute_score
+from dovetail.rewards.sandbox import Isolation, LocalSandbox
+
+tempfile.tempdir = sys.argv[1]
+with open(os.path.join(sys.argv[1], "others"), "wb", buffering=0) as file:
+    while (disk := os.statvfs(sys.argv[1])).f_bavail * disk.f_frsize > 100 << 10:
+        file.write(bytes(4096))
+truth = {"inputs": [""], "outputs": ["x" * 300000]}
+try:
+    sandbox = LocalSandbox(isolation=Isolation(False, True, "a test"))
+    print(default_compute_score("apps", "print('x' * 300000)", truth, sandbox=sandbox))
+except Exception as error:
+    print(f"{type(error).__name__}: {error}")
 """
 
 
@@ -125,6 +152,30 @@ def test_a_fork_bomb_is_contained_or_ends_with_its_time() -> None:
         assert "processes" not in isolation.describe().partition("limited")[0]
     # Without a limit the children end with the program all the same.
     assert run(LocalSandbox(isolation=OPEN), code.format(50)).ok
+
+
+def test_an_interpreter_below_tmp_does_not_cost_the_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        monkeypatch.setattr(sandbox_module, "_interpreter_folders", lambda: [*_interpreter_folders(), folder])
+        found = detect_isolation.__wrapped__()
+    assert "File exists" not in found.missing
+    assert found == detect_isolation()
+
+
+def test_a_right_program_on_a_full_disk_has_no_score_instead_of_0(tmp_path: Path) -> None:
+    """On a disk of 4 MiB, in a process with mounts of its own."""
+    (disk := tmp_path / "disk").mkdir()
+    (program := tmp_path / "fill.py").write_text(FULL)
+    mount = f"mount -t tmpfs -o size=4m tmpfs {disk} && exec {sys.executable} {program} {disk}"
+    try:
+        done = subprocess.run(
+            ["unshare", "--mount", "--map-root-user", "sh", "-c", mount], capture_output=True, text=True, timeout=60
+        )
+    except FileNotFoundError:
+        pytest.skip("no unshare here")
+    if "unshare:" in done.stderr or "mount:" in done.stderr:
+        pytest.skip("this machine allows no mount namespace")
+    assert done.stdout == f"SandboxUnavailable: the disk of {disk} is full; free some space, or set TMPDIR.\n", done
 
 
 def test_what_is_missing_is_said_and_can_be_refused(

@@ -78,6 +78,20 @@ def test_a_worker_killed_from_outside_is_replaced() -> None:
         pool.close()
 
 
+def test_a_process_that_is_stopped_in_the_middle_of_a_message_costs_its_row_and_holds_up_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("dovetail.rewards.pool.MESSAGE_SECONDS", 1)
+    pool = KillablePool([scoring_functions.spec_of(scoring_functions.length)], num_workers=1, timeout_seconds=2.0)
+    try:
+        os.kill(pool.pids()[0], signal.SIGSTOP)
+        outcomes = [pool.submit(call(answer)).result(60) for answer in ("long" * (1 << 20), "four")]
+        assert outcomes[0].kind == "timeout"
+        assert outcomes[1] == {"score": 4.0}
+    finally:
+        pool.close()
+
+
 def test_a_process_that_cannot_be_replaced_fails_its_calls_and_hangs_none(tmp_path: Path) -> None:
     file = tmp_path / "reward.py"
     file.write_text("import os\ndef f(data_source, solution_str, ground_truth, extra_info):\n    os._exit(1)\n")

@@ -127,6 +127,18 @@ def test_a_plain_function_has_a_current_event_loop(file: Path) -> None:
         assert reward.score(answers("a", "b")).columns.tensors["token_level_scores"].sum(-1).tolist() == [1.0, 1.0]
 
 
+def test_a_plain_function_that_imports_asyncio_in_its_body_has_a_current_event_loop(tmp_path: Path) -> None:
+    """Python before 3.14 makes one by itself."""
+    file = tmp_path / "late.py"
+    file.write_text(
+        "def late(data_source, solution_str, ground_truth, extra_info):\n"
+        "    import asyncio\n"
+        "    return asyncio.get_event_loop().run_until_complete(asyncio.sleep(0, 1.0))\n"
+    )
+    with runner(file, "late", timeout_seconds=30.0) as reward:
+        assert reward.score(answers("a", "b")).columns.tensors["token_level_scores"].sum(-1).tolist() == [1.0, 1.0]
+
+
 def test_who_waits_for_scores_is_asked_meanwhile_and_may_give_up(file: Path) -> None:
     def give_up() -> None:
         raise TimeoutError("no score")

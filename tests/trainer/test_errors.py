@@ -25,6 +25,7 @@ from dovetail.data.files import write_rows
 from dovetail.observability.disk import DiskFullError
 from dovetail.observability.run_folder import RunFolder
 from dovetail.rewards.errors import RewardError
+from dovetail.rollout.native.engine import NativeEngine
 from dovetail.trainer.main_ppo import main as main_ppo
 from tests.ranks import run_alone
 from tests.trainer.toy_run import DAPO, Toy, repeatable, toy_rows, train
@@ -277,6 +278,22 @@ def test_a_full_disk_during_a_save_leaves_the_last_checkpoint_whole_and_resumabl
     assert [row["step"] for row in RunFolder(run).read_metrics()] == [1, 2]
     _, rows = train(toy.config(run, keys))
     assert repeatable(rows) == repeatable(expected)
+
+
+def test_what_is_only_shown_may_fail_to_be_written_and_hides_no_error(
+    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object, **now: Any) -> None:
+        if now["step"]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(RunFolder, "write_now", full)
+    result, rows = train(toy.config(tmp_path / "run"))
+    assert (result.steps, len(rows)) == (3, 3)
+    assert "what the run is doing now cannot be written: [Errno 28] No space left" in caplog.text
+    monkeypatch.setattr(NativeEngine, "_step", lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        train(toy.config(tmp_path / "other", {"actor_rollout_ref.rollout.verify_start": False}))
 
 
 def test_a_limit_on_file_sizes_is_a_clear_error_and_nothing_half_written(toy: Toy, tmp_path: Path) -> None:

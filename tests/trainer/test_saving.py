@@ -19,8 +19,7 @@ from dovetail.checkpoint.manifest import BrokenCheckpoint, verify_folder
 from dovetail.checkpoint.sharded import BACKGROUND_LIMIT_S
 from dovetail.controller import WorkerError
 from dovetail.trainer.answer_files import AnswerFiles
-from dovetail.trainer.checkpoints import TrainerCheckpoints, _OpenSave
-from dovetail.trainer.groups import RoleGroups, create_groups
+from dovetail.trainer.groups import RoleGroups, call_limits, create_groups
 from tests.trainer.killed_run import run_until_killed
 from tests.trainer.toy_run import Toy, repeatable, train
 from tests.workers.tiny_run import rollout_batch
@@ -74,27 +73,15 @@ def test_a_run_that_saves_in_the_background_is_the_same_run(
     assert torch.equal(log_probs(ours), log_probs(theirs))
 
 
-class _Writing:
-    """A group, as the end of a save in the background sees it."""
-
-    def __init__(self) -> None:
-        self.finish_saving, self.waited_at_most = self, 0.0
-
-    def submit(self) -> _Writing:
-        return self
-
-    def get(self, timeout: float = 0.0) -> None:
-        self.waited_at_most = timeout
-
-
 def test_a_save_in_the_background_may_take_longer_than_earlier_calls_that_found_it_written(
     toy: Toy, tmp_path: Path
 ) -> None:
-    checkpoints, group = TrainerCheckpoints(toy.config(tmp_path)), _Writing()
-    checkpoints._store.begin(1)
-    checkpoints._open = _OpenSave(1, [group])  # type: ignore[list-item]
-    assert checkpoints.finish() == [1]
-    assert group.waited_at_most > BACKGROUND_LIMIT_S, "the workers name a save that hangs"
+    limits = call_limits(toy.config(tmp_path, {"trainer.worker_timeout_s": 60.0}))
+    assert limits.limit("actor_rollout_ref", "finish_saving").hung_s > BACKGROUND_LIMIT_S
+    limits.record("actor_rollout_ref", "finish_saving", 0.01)
+    assert limits.limit("actor_rollout_ref", "finish_saving").hung_s > BACKGROUND_LIMIT_S, (
+        "the workers name a save that hangs"
+    )
 
 
 def test_a_run_killed_while_it_saves_in_the_background_continues_the_checkpoint_before(

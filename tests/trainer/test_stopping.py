@@ -100,6 +100,25 @@ def test_a_checkpoint_that_fails_after_a_signal_is_the_place_of_the_failure_and_
 
 
 @e2e
+def test_a_signal_while_the_last_checkpoint_is_still_written_does_not_lose_it(
+    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finish = TrainerCheckpoints.finish
+
+    def interrupted(checkpoints: TrainerCheckpoints) -> list[int]:
+        if checkpoints._open is not None:
+            signal.raise_signal(signal.SIGTERM)
+        return finish(checkpoints)
+
+    monkeypatch.setattr(TrainerCheckpoints, "finish", interrupted)
+    monkeypatch.setattr(TrainerCheckpoints, "poll", lambda _: [])
+    keys = {"trainer.save_freq": 3, "actor_rollout_ref.actor.checkpoint.async_save": True}
+    result = run_training(toy.config(tmp_path / "run", keys), use_ray=False)
+    assert (result.steps, result.stopped_by) == (3, signal.SIGTERM)
+    assert CheckpointStore(tmp_path / "run").latest() == tmp_path / "run" / "global_step_3"
+
+
+@e2e
 def test_a_signal_from_outside_ends_the_tests_and_fails_none_of_them(
     toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
