@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 
 from dovetail.models.attention import PACKED_ATTENTION, no_mask, register_packed_attention
 from dovetail.models.errors import ModelError, PackingError
+from dovetail.models.longrope import length_of_one_set
 from dovetail.models.multimodal import (
     TOKEN_TYPES,
     as_text,
@@ -51,7 +52,7 @@ class TransformerBackbone(nn.Module):
         self.use_remove_padding = use_remove_padding
         self.share_prefixes = share_prefixes
         self.image_mask_keyword = image_mask_keyword(hf_model)
-        self._fixed_rope_length = _fixed_rope_length(hf_model.config.get_text_config())
+        self._fixed_rope_length = length_of_one_set(hf_model.config.get_text_config())
         refuse_other_backbones(hf_model)
         refuse_bidirectional(hf_model)
         if use_remove_padding:
@@ -167,15 +168,6 @@ class TransformerBackbone(nn.Module):
 
     def _attention_name(self) -> str:
         return self.hf_model.config.get_text_config()._attn_implementation
-
-
-def _fixed_rope_length(config: Any) -> int | None:
-    """Up to how many tokens the rotary embedding is the same, where transformers makes it by the longest row of a call;
-    None where it always is."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") not in ("dynamic", "longrope"):
-        return None
-    return rope.get("original_max_position_embeddings") or config.max_position_embeddings
 
 
 _WINDOW_IN_MASK_ONLY = ("phimoe", "qwen2_moe")
