@@ -93,6 +93,11 @@ def packed_attention(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
         )
+    if attention_mask is not None and attention_mask.numel() > 1:
+        raise PackingError(
+            f"{type(module).__name__} has an attention mask of its own making, which packed attention does not read; "
+            "set use_remove_padding=False for this model."
+        )
     for name in _UNSUPPORTED:
         if kwargs.get(name) is not None:
             raise PackingError(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Self
@@ -23,6 +24,7 @@ from transformers import PreTrainedModel
 
 from dovetail.models.attention import PACKED_ATTENTION, no_mask, register_packed_attention
 from dovetail.models.errors import ModelError, PackingError
+from dovetail.models.longrope import length_of_one_set
 from dovetail.models.multimodal import (
     TOKEN_TYPES,
     as_text,
@@ -50,7 +52,7 @@ class TransformerBackbone(nn.Module):
         self.use_remove_padding = use_remove_padding
         self.share_prefixes = share_prefixes
         self.image_mask_keyword = image_mask_keyword(hf_model)
-        self._fixed_rope_length = _fixed_rope_length(hf_model.config.get_text_config())
+        self._fixed_rope_length = length_of_one_set(hf_model.config.get_text_config())
         refuse_other_backbones(hf_model)
         refuse_bidirectional(hf_model)
         if use_remove_padding:
@@ -168,13 +170,8 @@ class TransformerBackbone(nn.Module):
         return self.hf_model.config.get_text_config()._attn_implementation
 
 
-def _fixed_rope_length(config: Any) -> int | None:
-    """Up to how many tokens the rotary embedding is the same, where transformers makes it by the longest row of a call;
-    None where it always is."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") not in ("dynamic", "longrope"):
-        return None
-    return rope.get("original_max_position_embeddings") or config.max_position_embeddings
+_WINDOW_IN_MASK_ONLY = ("phimoe", "qwen2_moe")
+"""transformers 5.19: their attention is not told of its window."""
 
 
 def refuse_to_pack(hf_model: Any) -> None:
@@ -191,6 +188,13 @@ def refuse_to_pack(hf_model: Any) -> None:
         raise ModelError(
             f"{type(hf_model).__name__} has {', '.join(other) or 'recurrent'} layers, in which packed sequences would "
             "mix; set use_remove_padding=False for this model."
+        )
+    text = hf_model.config.get_text_config()
+    window, positions = getattr(text, "sliding_window", None), getattr(text, "max_position_embeddings", None)
+    if text.model_type in _WINDOW_IN_MASK_ONLY and window and window < (positions or math.inf):
+        raise ModelError(
+            f"{type(hf_model).__name__} puts its sliding_window={window} into the mask alone, which packed attention "
+            "does not read; set use_remove_padding=False for this model."
         )
     if not hf_model._can_set_attn_implementation():
         raise ModelError(
@@ -303,7 +307,8 @@ def _decoder_sees_slice(decoder: nn.Module, group: ProcessGroup) -> Iterator[Non
                 "split; set ulysses_sequence_parallel_size=1 for this model."
             )
         positions = kwargs["position_ids"]
-        kwargs["inputs_embeds"] = slice_inputs(kwargs["inputs_embeds"], 1, group)
+        tokens = "input_ids" if kwargs.get("inputs_embeds") is None else "inputs_embeds"  # OPT's embeds for itself
+        kwargs[tokens] = slice_inputs(kwargs[tokens], 1, group)
         kwargs["position_ids"] = slice_inputs(positions, positions.dim() - 1, group)
         return args, kwargs
 

@@ -36,6 +36,7 @@ from transformers import (
 
 from dovetail.config.hub import fetch_model, is_hub_name
 from dovetail.models.errors import ModelError
+from dovetail.models.longrope import use_one_set
 from dovetail.models.weights import remember_prefixes
 
 Role = Literal["policy", "value", "reward"]
@@ -125,9 +126,12 @@ def build_meta_model(
     override_config: Mapping[str, Any] | None = None,
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
+    longest_row: int | None = None,
 ) -> PreTrainedModel:
     """The network a role needs, without memory. Tied weights are tied already. Dropout is off, unless `override_config`
     sets it. Attention is torch's (SDPA), or the model's own code (eager) where transformers has no other for it.
+
+    With `longest_row`, the tokens that a row of the run may have, longrope is the same in all of its rows.
 
     `value` and `reward` give a scalar head; an architecture without a classification class comes back bare, and
     `ValueModel` / `RewardModel` add the head.
@@ -138,6 +142,7 @@ def build_meta_model(
     else:
         config = load_config(source, override_config, trust_remote_code=trust_remote_code)
     _turn_off_dropout(config, override_config or {})
+    use_one_set(config, longest_row)
     if role != "policy":
         config.num_labels = 1
     auto = auto_class(config, role)

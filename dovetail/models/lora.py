@@ -70,8 +70,22 @@ def _linear_layers(hf_model: Any) -> list[str]:
     return [
         name
         for name, part in hf_model.named_modules()
-        if isinstance(part, nn.Linear | Conv1D) and all(part is not head for head in heads)
+        # No class of their kind: PhiMoE's router is one and returns a pair, DeepSeek-V4 has layers in groups.
+        if type(part) in (nn.Linear, Conv1D)
+        and all(part is not head for head in heads)
+        and not _is_read(name, hf_model)
     ]
+
+
+_READ = {
+    "jamba": ".dt_proj", "mamba": ".dt_proj", "falcon_mamba": ".dt_proj", "longcat_flash": ".router.classifier"
+}  # fmt: skip
+
+
+def _is_read(name: str, hf_model: Any) -> bool:
+    """Whether the model reads a layer's weight and never calls it: an adapter would act in merged weights alone."""
+    ending = _READ.get(hf_model.config.model_type)
+    return ending is not None and name.endswith(ending)
 
 
 def _say_what_gets_none(hf_model: Any) -> None:
@@ -98,6 +112,11 @@ def _refuse_what_cannot_be_merged(hf_model: Any) -> None:
             f"{type(hf_model).__name__} holds all experts of a layer in one parameter ({experts[0]}), which gets no "
             "adapter here; set target_modules=all-linear, which leaves it out, or to layers of its attention, such as "
             "[q_proj, k_proj, v_proj, o_proj]."
+        )
+    if read := [name for name in adapted if _is_read(name, hf_model)]:
+        raise ModelError(
+            f"{type(hf_model).__name__} reads the weight of {read[0]} and never calls it, so an adapter would not act "
+            "in training; take it out of target_modules."
         )
     embedding = hf_model.get_input_embeddings().weight
     for name, layer in adapted.items():

@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from dovetail.models.longrope import as_in_folder
 from dovetail.observability.disk import make_readable
 
 # Copied as they are: transformers refuses to write some generation configs that it reads.
@@ -52,6 +53,7 @@ def save_hf_folder(
     try:
         written = _write_shards(weights, work, dtype, max_shard_bytes)
         described = copy.deepcopy(config)
+        as_in_folder(described)
         described.dtype = written or config.dtype  # readers cast the weights to what it says
         described.save_pretrained(work)
         if tokenizer is not None:

@@ -58,9 +58,11 @@ def build_policy(
     share_prefixes: bool = False,
     exact: bool = False,
     ahead: bool = False,
+    longest_row: int | None = None,
     device: torch.device,
 ) -> TrainBackend:
-    """The actor (`optim` given) or the reference. LoRA adapters go into the actor only. `exact`: `models.exact`.
+    """The actor (`optim` given) or the reference. LoRA adapters go into the actor only. `exact`: `models.exact`;
+    `longest_row`: `models.longrope`.
 
     `ahead`: layers that are compiled may be so while weights are loaded (`compile_ahead`).
     """
@@ -78,6 +80,7 @@ def build_policy(
         dtype=precision_of(fsdp, trains=optim is not None).master,
         override_config=model.override_config,
         trust_remote_code=model.trust_remote_code,
+        longest_row=longest_row,
     )
     if optim is not None and model.uses_lora:
         _add_adapters(hf_model, model)
@@ -139,6 +142,7 @@ def build_actor(
         exact=policy.rollout.exact,
         # vLLM refuses to start when memory of the device comes free while it measures its own.
         ahead=policy.rollout.name == "native",
+        longest_row=policy.rollout.context_length,
         device=device,
     )
 

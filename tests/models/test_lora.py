@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    JambaConfig,
+    LongcatFlashConfig,
+    PhimoeConfig,
+)
 
 from dovetail.models.backbone import HF_PREFIX
 from dovetail.models.errors import ModelError
@@ -158,6 +165,50 @@ def test_all_linear_leaves_out_experts_and_routers_of_a_mixture(
     torch.testing.assert_close(
         run_model(PolicyModel(plain), **batch).log_probs, run_model(policy, **batch).log_probs, atol=1e-5, rtol=1e-5
     )
+
+
+def test_all_linear_leaves_out_a_router_that_is_a_kind_of_linear_layer() -> None:
+    sizes = {"vocab_size": 320, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 4}
+    model = add_lora(AutoModelForCausalLM.from_config(PhimoeConfig(**sizes, **heads)), rank=4, alpha=8)
+    adapted = {name.split(".")[4] for name, _ in model.named_parameters() if is_lora_name(name)}
+    assert adapted == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert (
+        run_model(PolicyModel(model), **ragged_batch([5, 8])).log_probs.isfinite().all()
+    )  # its router returned a pair
+
+
+SMALL = {"vocab_size": 320, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2}
+HYBRID = {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 4, "mamba_d_state": 8}
+LATENT = {f"{name}_dim": 16 for name in ("qk_rope_head", "qk_nope_head", "v_head", "head")}
+READ = {
+    "dt_proj": JambaConfig(
+        **SMALL, **HYBRID, num_hidden_layers=2, num_key_value_heads=1, num_experts=1, use_mamba_kernels=False
+    ),
+    "classifier": LongcatFlashConfig(
+        **SMALL, **LATENT, num_layers=1, ffn_hidden_size=48, expert_ffn_hidden_size=16, kv_lora_rank=16, q_lora_rank=16,
+        n_routed_experts=4, zero_expert_num=2, moe_topk=2,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layer", READ)
+def test_layers_that_are_read_and_never_called_get_no_adapter(layer: str) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(READ[layer]).eval()
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.data.normal_(0, 0.12)
+    policy = PolicyModel(add_lora(copy.deepcopy(model), rank=4, alpha=8), use_remove_padding=False)
+    _randomize(policy)
+    weights = ((n.removeprefix(HF_PREFIX), p.detach()) for n, p in policy.named_parameters())
+    plain = copy.deepcopy(model)
+    plain.load_state_dict(dict(merged_weights(policy.hf_model, weights)), strict=False)
+    batch = ragged_batch([5, 8])
+    found = run_model(PolicyModel(plain, use_remove_padding=False), **batch).log_probs
+    torch.testing.assert_close(found, run_model(policy.eval(), **batch).log_probs, atol=2e-5, rtol=1e-5)
+    with pytest.raises(ModelError, match=f"reads the weight of .*{layer} and never calls it"):
+        add_lora(model, rank=4, alpha=8, target_modules=[layer])
 
 
 def test_all_linear_leaves_out_what_is_excluded_by_the_names_of_the_model() -> None:

@@ -57,6 +57,7 @@ def _ulysses(rank: int, size: int, family: str, fused: bool, checkpointing: bool
         (2, "qwen3", True, True),
         (2, "qwen3_moe", False, False),
         (2, "qwen2_5_vl", True, False),
+        (2, "opt", False, True),
         (4, "llama_tied", True, True),
         (4, "qwen2", False, False),
         (4, "mistral_window", False, False),

@@ -15,6 +15,7 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    OPTConfig,
     PretrainedConfig,
     PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
@@ -63,6 +64,9 @@ def tiny_config(family: str, **overrides: Any) -> PretrainedConfig:
         return MixtralConfig(**_TEXT | _MOE | {"num_local_experts": 4, "sliding_window": None} | overrides)
     if family == "mistral_window":
         return MistralConfig(**_TEXT | {"head_dim": 32, "sliding_window": 8} | overrides)
+    if family == "opt":  # its decoder is inside another module, as in models that see images
+        sizes = {"ffn_dim": 160, "word_embed_proj_dim": 128, "dropout": 0.0}
+        return OPTConfig(**{k: v for k, v in _TEXT.items() if k != "num_key_value_heads"} | sizes | overrides)
     if family == "falcon_h1":  # cannot be packed
         mamba = {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 8}
         return FalconH1Config(**_TEXT | mamba | {"lm_head_multiplier": 0.25} | overrides)

@@ -93,7 +93,7 @@ class NativeEngine(RolloutEngine):
         else:
             self._folder = Path(model)
             self._device = torch.device(device)
-            self._load = partial(load_model, self._folder, self._device, **model_args)
+            self._load = partial(load_model, self._folder, self._device, longest_row=max_model_len, **model_args)
             self._model = self._load(dtype)
         if exact:
             use_exact_modules(self._model)

@@ -19,16 +19,23 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from dovetail.models.load import auto_class, load_config
 from dovetail.models.logits import leaves_out_scale
+from dovetail.models.longrope import use_one_set
 from dovetail.rollout.base import ModelArgs
 from dovetail.rollout.native.attention import ATTENTION_NAME
 
 
 def load_model(
-    folder: str | Path, device: torch.device, dtype: torch.dtype | None, **args: Unpack[ModelArgs]
+    folder: str | Path,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    *,
+    longest_row: int | None = None,
+    **args: Unpack[ModelArgs],
 ) -> PreTrainedModel:
-    """Read a model from a folder; `dtype` None keeps what the folder says."""
+    """Read a model from a folder; `dtype` None keeps what the folder says. `longest_row`: `models.longrope`."""
     with torch.random.fork_rng(devices=[]):
         config = load_config(folder, **args)
+        use_one_set(config, longest_row)
         model = auto_class(config).from_pretrained(
             folder,
             config=config,
