@@ -1,11 +1,13 @@
-"""Real vLLM OpenAI servers on this machine, one process tree each, started as docs/rollout.md says."""
+"""Real vLLM OpenAI servers on this machine, one process tree each, started as docs/rollout.md says.
+
+Their processes come from a fork server that has vLLM imported: four of them would import it for 60 CPU seconds.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
 import subprocess
-import sys
 import urllib.request
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import dovetail
 from dovetail.controller.rendezvous import LOOPBACK, hold_port
 from dovetail.rollout.vllm.environment import environment
 from tests.docs.commands import page_command
+from tests.quick_python import quick_python
 from tests.waiting import wait_until
 
 READY_S = 280.0
@@ -23,12 +26,13 @@ class VLLMServer:
 
     def __init__(self, folder: Path, log: Path, *, extended: bool = True, port: int | None = None) -> None:
         # Held while the server lives, so that nobody else is given it.
+        self._python = quick_python("tests.rollout_vllm.preloaded")
         self._holder = hold_port(LOOPBACK) if port is None else None
         self.port = self._holder.getsockname()[1] if self._holder else port
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
         written = page_command("rollout.md", "vllm.entrypoints.openai.api_server")
-        places = {"python": sys.executable, "path/to/model": str(folder), "8000": str(self.port)}
+        places = {"python": self._python.path, "path/to/model": str(folder), "8000": str(self.port)}
         command = [places.get(word, word) for word in written.words]
         command += ["--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager"]
         command += ["--max-num-seqs", "32", "--max-num-batched-tokens", "512"]
@@ -61,8 +65,13 @@ class VLLMServer:
     def is_alive(self) -> bool:
         return self.process.poll() is None
 
+    @property
+    def pid(self) -> int:
+        """Of the server itself, which leads a process group."""
+        return self._python.forked_for(self.process.pid)
+
     def kill(self) -> None:
-        os.killpg(self.process.pid, signal.SIGKILL)
+        os.killpg(self.pid, signal.SIGKILL)
         self.process.wait(60)
 
     def stop(self) -> None:

@@ -371,4 +371,4 @@ def test_a_response_longer_than_a_stall_is_progress_and_a_server_that_hangs_is_a
     servers: list[VLLMServer], folder: Path, tmp_path: Path
 ) -> None:
     with _engine(servers, folder) as engine:
-        check_stalls(engine, folder, tmp_path, [server.process.pid for server in servers])
+        check_stalls(engine, folder, tmp_path, [server.pid for server in servers])

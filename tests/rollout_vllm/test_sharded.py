@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import multiprocessing.spawn
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from dovetail.rollout.base import GenerationRequest, SamplingParams
 from dovetail.rollout.vllm import VLLMEngine
 from dovetail.weight_sync import FSDPVLLMShardingManager, GroupAddress, WeightReceiver, WeightSender
 from tests.models.tiny import save_tiny_model, tiny_model
+from tests.quick_python import quick_python
 from tests.ranks import run_alone, run_ranks
 from tests.rollout_vllm.conftest import small_settings
 from tests.rollout_vllm.reference import greedy, log_probs, mean_gap
@@ -124,7 +127,11 @@ def test_two_fsdp2_ranks_feed_an_engine_elsewhere_by_broadcast(engines: dict[str
 
 
 @pytest.mark.parametrize("family", ["llama_tied"])
-def test_a_tensor_parallel_engine_takes_new_weights(folders: dict[str, Path], family: str) -> None:
+def test_a_tensor_parallel_engine_takes_new_weights(
+    folders: dict[str, Path], family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quick = os.fsencode(quick_python("tests.rollout_vllm.preloaded").path)
+    monkeypatch.setattr(multiprocessing.spawn, "_python_exe", quick)
     with VLLMEngine(small_settings(folders[family], tensor_parallel_size=2)) as engine:
         for seed in (0, 1):
             model = tiny_model(family, seed=seed)
