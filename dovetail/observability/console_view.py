@@ -164,8 +164,8 @@ def draw(state: ConsoleState, now: float, width: int) -> RenderableType:
     if state.rewards:
         rows.append(_reward(state, inner))
     if state.validation:
-        words = _join(_validation_words(state.validation))
-        words.append(f"   step {state.validation_step}", style="dim")
+        # The step comes first: a long name of a data source leaves no room for what comes last.
+        words = _join(_validation_words(state.validation), f"step {state.validation_step}   ")
         rows.append(_labelled("validation", words))
     times = _times(state.metrics)
     if times:
@@ -331,8 +331,9 @@ def _clock_line(state: ConsoleState, now: float) -> str:
     return f"{duration(now - state.started)} elapsed" + (f" · {duration(left)} left" if left is not None else "")
 
 
-def _join(values: Mapping[str, str]) -> Text:
+def _join(values: Mapping[str, str], before: str = "") -> Text:
     text = Text(overflow="ellipsis", no_wrap=True)
+    text.append(before, style="dim")
     for i, (name, words) in enumerate(values.items()):
         text.append(("   " if i else "") + name + " ", style="dim")
         text.append(words, style="bold magenta")

@@ -472,6 +472,17 @@ def test_a_small_screen_needs_no_sideways_scrolling(page: Page, async_server: Se
         assert small.evaluate("() => document.documentElement.scrollWidth") <= 360, (run, view)
 
 
+def test_no_button_of_the_header_has_a_line_of_its_own(page: Page, async_server: Server) -> None:
+    page.set_viewport_size({"width": 1280, "height": 740})
+    show(page, async_server, "#view=overview&run=async")
+    for width in range(740, 1281, 20):
+        page.set_viewport_size({"width": width, "height": 740})
+        tab, button = page.locator("#tabs").bounding_box(), page.locator("#help-open").bounding_box()
+        assert tab is not None
+        assert button is not None
+        assert tab["y"] <= button["y"] < tab["y"] + tab["height"], width
+
+
 # ---- live, broken, large ----
 
 

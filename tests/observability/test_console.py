@@ -49,7 +49,7 @@ def test_the_picture_shows_step_phase_reward_times_and_metrics() -> None:
     text = show(state, now[0], 100)
     for words in (
         "p/e", "2/20", "gen  2.0 s", "0.5  best 0.5", "update actor", "3.00 s", "38%",
-        "openai/gsm8k acc mean@4 0.250   step 2", "entropy", "1.20e-04", "step 2: checkpoint (seconds 1.5)",
+        "step 2   openai/gsm8k acc mean@4 0.250", "entropy", "1.20e-04", "step 2: checkpoint (seconds 1.5)",
         "0:18 elapsed · 2:22 left",
     ):  # fmt: skip
         assert words in text, words
@@ -70,7 +70,7 @@ def test_a_long_line_is_cut_and_not_its_label() -> None:
     state = ConsoleState("p/e", 20)
     state.end_step(2, METRICS | {"val-core/a/data/source/with/a/long/name/acc/mean@4": 0.5, "perf/mfu/actor": 0.4})
     lines = show(state, state.started, 60).splitlines()
-    assert [line[2:14].strip() for line in lines if "a/data" in line or "tokens/s" in line] == [
+    assert [line[2:14].strip() for line in lines if line.endswith("… │")] == [
         "validation",
         "last step",
     ]
@@ -137,7 +137,11 @@ def test_lengths_of_a_validation_are_beside_its_scores() -> None:
     assert stream.getvalue() == "step 0/100  addition acc mean@1 0.250  val len 61.25  val truncated 38%\n"
     state = ConsoleState("p/e", 20)
     state.end_step(2, {**METRICS, **lengths})
-    assert "gsm8k acc mean@4 0.250   val len 61.25   val truncated 38%   step 2" in show(state, state.started, 100)
+    assert "step 2   openai/gsm8k acc mean@4 0.250   val len 61.25   val truncated 38%" in show(
+        state, state.started, 100
+    )
+    state.end_step(4, {"val-core/dovetail/multiplication/reward/mean@1": 0.5, **lengths})
+    assert "step 4   dovetail/multiplication reward mean@1 0.500   val len" in show(state, state.started, 80)
 
 
 def test_a_step_without_a_number_has_no_line() -> None:
