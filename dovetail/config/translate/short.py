@@ -69,7 +69,7 @@ USUAL_NAMES: dict[str, str] = {
     "rollout_stop": "actor_rollout_ref.rollout.stop_token_ids (ids of tokens; there are no stop strings)",
     "eos_token": "actor_rollout_ref.rollout.stop_token_ids (the end of a turn of the chat template is found)",
     "eos_token_id": "actor_rollout_ref.rollout.stop_token_ids",
-    "generation_kwargs": "actor_rollout_ref.rollout (temperature, top_p, top_k, min_p, stop_token_ids)",
+    "generation_kwargs": "actor_rollout_ref.rollout.stop_token_ids (and temperature, top_p, top_k, min_p beside it)",
     "chat_template_kwargs": "data.apply_chat_template_kwargs",
     "save_total_limit": "trainer.max_actor_ckpt_to_keep",
     "run_name": "trainer.experiment_name",
