@@ -12,6 +12,7 @@ from dovetail.agents.environments import Environment
 from dovetail.agents.loops import agent_loop, find_object, load_loops
 from dovetail.agents.parsers import find_parser, turn_parser
 from dovetail.agents.session import SessionSettings
+from dovetail.agents.stops import run_stop_ids
 from dovetail.agents.stream import Agents
 from dovetail.agents.tools.classes import ClassToolbox
 from dovetail.agents.tools.functions import FunctionToolbox
@@ -116,6 +117,7 @@ def build_agents(config: DovetailConfig, tokenizer: Any) -> Agents:
             rollout.response_length,
             max_turns=turns.max_assistant_turns,
             branches=turns.on_rewrite == "branch",
+            text_stop_ids=run_stop_ids(config, tokenizer).text if rollout.stop_token_ids else frozenset(),
         ),
         CallSettings(
             tool_timeout_s=turns.tool_timeout_s,

@@ -46,9 +46,6 @@ class RewrittenHistoryError(ValueError):
 class Renderer(Protocol):
     """What a session needs of `ChatRenderer`."""
 
-    @property
-    def stop_token_ids(self) -> Sequence[int]: ...
-
     def start(
         self,
         messages: Sequence[Message],
@@ -84,6 +81,8 @@ class SessionSettings:
     max_turns: int | None = None
     branches: bool = True
     """Whether a template that rewrites history begins a new segment; else it is an error."""
+    text_stop_ids: frozenset[int] = frozenset()
+    """Ids of `rollout.stop_token_ids` that end a turn as a part of its text. The turn is closed by the template."""
 
 
 @dataclass(slots=True)
@@ -103,7 +102,7 @@ class _Node:
     finish_reason: str = "running"
     reward: float | None = None
     is_cut: bool = False
-    """Ended before a stop string, and so without a stop token."""
+    """Ended without a token that closes it: before a stop string, or with an id that is part of the text."""
 
     def add(self, result: GenerationResult) -> None:
         self.token_ids += result.token_ids
@@ -150,7 +149,7 @@ class Session:
         self._settings = settings
         self._generate = generate
         self._abort = abort
-        self._sampling = replace(sampling, stop_token_ids=tuple(settings.renderer.stop_token_ids), n=1)
+        self._sampling = replace(sampling, n=1)
         self._sample_index = sample_index
         self._nodes: dict[int, _Node] = {}
         self._turns: dict[int, Turn] = {}
@@ -183,6 +182,7 @@ class Session:
         node = self._next_node(messages, list(tools or []))
         if node.finish_reason == "running":
             await self._sample(node, max_new_tokens)
+        node.is_cut |= node.is_closed and node.token_ids[-1] in self._settings.text_stop_ids
         if stop:  # also of a recorded turn, which may have been recorded before it was cut
             node.keep(self._settings.renderer.tokens_before(node.token_ids, stop))
         self._nodes[node.number] = node

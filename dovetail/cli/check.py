@@ -145,8 +145,10 @@ def check(
     if look_for_files and not _errors(problems):
         from dovetail.trainer.preflight import LOOKED_AT, unusable_inputs  # torch and transformers: seconds
 
-        refused = unusable_inputs(config)
+        found = unusable_inputs(config)
+        refused = [problem for problem in found if problem.severity != "notice"]
         problems += refused
+        notices += [Notice(one.key, one.message) for one in found if one.severity == "notice"]
         looked_at = "" if refused else LOOKED_AT
         device_memory_gib = device_memory_gib or gpu_gib(config)
     if _errors(problems):

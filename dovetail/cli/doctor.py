@@ -104,6 +104,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _audit_template(args: argparse.Namespace, view: DoctorView) -> int:
     from dovetail.agents.chat import ChatRenderer, ChatTemplateError
+    from dovetail.agents.stops import find_stop_ids
     from dovetail.models.errors import ModelError
     from dovetail.models.load import load_tokenizer
 
@@ -112,11 +113,14 @@ def _audit_template(args: argparse.Namespace, view: DoctorView) -> int:
         config = load_config(files, overrides).config
         tokenizer = load_tokenizer(Path(args.agents).expanduser())
         tokenizer.chat_template = config.actor_rollout_ref.model.custom_chat_template or tokenizer.chat_template
-        audit = ChatRenderer(tokenizer, **config.data.apply_chat_template_kwargs).audit
+        kwargs = config.data.apply_chat_template_kwargs
+        audit = ChatRenderer(tokenizer, **kwargs).audit
+        ends = find_stop_ids(Path(args.agents).expanduser(), tokenizer, template_kwargs=kwargs)
+        notice = ends.notice(tokenizer, trains_turns=True)
     except (ConfigError, ModelError, ChatTemplateError, OSError) as error:
         view.problems(f"The chat template of {args.agents} cannot be audited", [str(error)])
         return 1
-    return view.audit(Path(args.agents).name, audit, args.svg)
+    return view.audit(Path(args.agents).name, audit, args.svg, notice=notice.message if notice else "")
 
 
 def _look_and_run(args: argparse.Namespace, view: DoctorView, work: Path) -> bool:

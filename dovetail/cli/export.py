@@ -94,6 +94,7 @@ def export_checkpoint(config: DovetailConfig, folder: Path, out: Path, *, dtype:
     """Load what the run trained, its policy or its reward model, and write it; `out` appears when it is whole."""
     import torch
 
+    from dovetail.agents.stops import run_stop_ids
     from dovetail.backends.export import export_hf_folder
     from dovetail.models.load import load_tokenizer, model_folder
 
@@ -103,11 +104,14 @@ def export_checkpoint(config: DovetailConfig, folder: Path, out: Path, *, dtype:
     backend = build(config, folder / ("critic" if is_reward else "actor"))
     template = config.actor_rollout_ref.model.custom_chat_template
     tokenizer = load_tokenizer(
-        model.tokenizer_source, trust_remote_code=model.trust_remote_code, chat_template=template
+        model.tokenizer_source if is_reward else config.tokenizer_source,
+        trust_remote_code=model.trust_remote_code,
+        chat_template=template,
     )
     wanted = None if dtype is None else getattr(torch, dtype)
     source = None if is_reward else model_folder(model.path)
-    export_hf_folder(backend, out, tokenizer=tokenizer, dtype=wanted, source=source)
+    stop_ids = () if is_reward else run_stop_ids(config, tokenizer).all
+    export_hf_folder(backend, out, tokenizer=tokenizer, dtype=wanted, source=source, stop_ids=stop_ids)
 
 
 def export_adapter(config: DovetailConfig, folder: Path, out: Path, *, dtype: str | None = None) -> None:

@@ -129,7 +129,7 @@ class DoctorView:
         self._end(words, "green" if healthy else "red", svg)
         return 0 if healthy else 1
 
-    def audit(self, model: str, audit: TemplateAudit, svg: Path | None) -> int:
+    def audit(self, model: str, audit: TemplateAudit, svg: Path | None, *, notice: str = "") -> int:
         """What a chat template does with conversations, and what that means for training."""
         properties = Table.grid(padding=(0, 2))
         for name, meaning in MEANING.items():
@@ -145,6 +145,7 @@ class DoctorView:
                 )
         self._section("Kinds of conversations", cases)
         facts = [f"an answer ends with {' or '.join(audit.stop_tokens) or 'no special token'}"]
+        facts += [notice] if notice else []
         if not audit.shows_tools:
             facts.append("the template does not show tools to the model: describe them in the system prompt")
         if not audit.writes_calls:

@@ -147,7 +147,12 @@ class RolloutConfig(SamplingConfig):
     )
     server_api_key_env: str | None = key(None, "Environment variable with the servers' key (Bearer).")
     repetition_penalty: float = key(1.0, "Above 1 makes repeated tokens less likely.", gt=0)
-    ignore_eos: bool = key(False, "Generate on after the end-of-sequence token.")
+    stop_token_ids: list[int] = key(
+        [],
+        "Ids at which a response ends, beside those of the model and of the chat template. With ignore_eos: at no "
+        "others.",
+    )
+    ignore_eos: bool = key(False, "Generate on after the model's end of sequence and the chat template's end of turn.")
     prompt_length: int = inherits("data.max_prompt_length", DataConfig)
     response_length: int = inherits("data.max_response_length", DataConfig)
     calculate_log_probs: bool = key(False, "No effect: the engine's log-probs are always kept.")

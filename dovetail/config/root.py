@@ -106,6 +106,11 @@ class DovetailConfig(Section):
         return (4 if in_place else 0) if self.sft.val_samples is None else self.sft.val_samples
 
     @property
+    def tokenizer_source(self) -> str:
+        """Folder of the tokenizer that prompts and responses of the policy are written with."""
+        return self.data.tokenizer or self.actor_rollout_ref.model.tokenizer_source
+
+    @property
     def uses_engine(self) -> bool:
         """Whether anything is generated, for training or to be looked at."""
         return self.generates or self.num_val_samples > 0

@@ -83,6 +83,21 @@ def load_config(
     return config
 
 
+def load_generation_config(
+    path: str | Path, config: PreTrainedConfig, override_config: Mapping[str, Any] | None = None
+) -> GenerationConfig:
+    """The folder's, or what `config` says where there is none. `override_config.eos_token_id` wins over both."""
+    try:
+        loaded = GenerationConfig.from_pretrained(reader_folder(path))
+    except OSError:  # a folder without generation_config.json
+        loaded = GenerationConfig.from_model_config(config)
+    given = override_config or {}
+    for values in (given.get("text_config"), given):
+        if isinstance(values, Mapping) and "eos_token_id" in values:
+            loaded.eos_token_id = values["eos_token_id"]
+    return loaded
+
+
 def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False, chat_template: str | None = None) -> Any:
     """The tokenizer, with a padding token: the end-of-text token serves when the folder names none.
 
@@ -165,8 +180,7 @@ def build_meta_model(
             remember_prefixes(model, reader_folder(source))
     if role == "policy" and not isinstance(source, PreTrainedConfig):
         # An engine that shares the weights asks the model for the tokens that end an answer.
-        with contextlib.suppress(OSError):  # a folder without generation_config.json
-            model.generation_config = GenerationConfig.from_pretrained(reader_folder(source))
+        model.generation_config = load_generation_config(source, config, override_config)
     return model
 
 

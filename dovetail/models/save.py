@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dovetail.models.longrope import as_in_folder
+from dovetail.models.stop_ids import GENERATION_CONFIG, add_stop_ids
 from dovetail.observability.disk import make_readable
 
 # Copied as they are: transformers refuses to write some generation configs that it reads.
 _UNCHANGED = (
-    "generation_config.json",
+    GENERATION_CONFIG,
     "processor_config.json",
     "preprocessor_config.json",
     "image_processor_config.json",
@@ -40,12 +41,13 @@ def save_hf_folder(
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = 4 << 30,
     source: str | Path | None = None,
+    stop_ids: Collection[int] = (),
 ) -> Path:
     """Save `(name on disk, full tensor)` pairs, the config and the tokenizer or processor; replaces `out`.
 
     From `source`, the folder the model was read from, comes what training does not change: the tokens that end an
-    answer, how pictures are read. Names on disk come from `to_checkpoint_tensors`. A reader never sees half a folder:
-    it is written beside `out` and renamed.
+    answer, how pictures are read. `stop_ids` end an answer beside these. Names on disk come from
+    `to_checkpoint_tensors`. A reader never sees half a folder: it is written beside `out` and renamed.
     """
     out = Path(out).expanduser()
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -60,6 +62,7 @@ def save_hf_folder(
             tokenizer.save_pretrained(work)
         if source is not None:
             _copy_unchanged(Path(source).expanduser(), work)
+        add_stop_ids(work, described, stop_ids)
         publish_folder(work, out)
     finally:
         shutil.rmtree(work, ignore_errors=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self, Unpack
@@ -69,28 +68,6 @@ class CheckedWeights:
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
         if error is not None:
             self._weights.drain()
-
-
-def stop_token_ids(model: str | Path, **args: Unpack[ModelArgs]) -> frozenset[int]:
-    """The model's end-of-sequence ids: of its generation config, else of its config."""
-    from transformers import GenerationConfig
-
-    from dovetail.models.load import load_config
-
-    sources: list[Any] = []
-    with contextlib.suppress(OSError):  # a folder without generation_config.json
-        sources.append(GenerationConfig.from_pretrained(model))
-    sources.append(load_config(model, **args))
-    return eos_ids_of(*sources)
-
-
-def eos_ids_of(*sources: Any) -> frozenset[int]:
-    """Of the first of these configs that names any."""
-    for source in sources:
-        eos = getattr(source, "eos_token_id", None)
-        if eos is not None:
-            return frozenset([eos] if isinstance(eos, int) else eos)
-    return frozenset()
 
 
 def model_shape(config: Any) -> dict[str, Any]:

@@ -12,9 +12,17 @@ from dovetail.rollout.base import GenerationRequest, LogprobsMode, SamplingParam
 
 
 def sampling_params(rollout: RolloutConfig, *, n: int, validate: bool, greedy: bool = False) -> SamplingParams:
-    """How training or validation samples; the seed is each request's own."""
+    """How training or validation samples; the seed is each request's own.
+
+    Of a run `rollout.stop_token_ids` is what `dovetail.agents.stops` makes of it.
+    """
     source = rollout.val_kwargs if validate else rollout
-    kind = SamplingParams(n=n, max_new_tokens=rollout.response_length, ignore_eos=rollout.ignore_eos)
+    kind = SamplingParams(
+        n=n,
+        max_new_tokens=rollout.response_length,
+        stop_token_ids=tuple(rollout.stop_token_ids),
+        ignore_eos=rollout.ignore_eos,
+    )
     if greedy or not source.do_sample or source.temperature == 0:
         return replace(kind, temperature=0.0)
     names = ("temperature", "top_p", "top_k", "min_p")

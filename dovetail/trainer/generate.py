@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from dovetail.agents.stops import stop_notice
 from dovetail.config.checks import check_config, refuse_errors
 from dovetail.config.effects import refuse_unsupported
 from dovetail.config.plan import read_shapes
@@ -21,6 +23,8 @@ from dovetail.trainer.devices import uses_gpu
 from dovetail.trainer.groups import create_groups
 from dovetail.trainer.model_folders import fetch_models, load_readers, refuse_broken_models
 from dovetail.trainer.prompt_draws import stable_seed
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,8 @@ def generate_responses(
     fetch_models(config)
     refuse_broken_models(config)
     tokenizer, _ = load_readers(config)
+    if (notice := stop_notice(config, tokenizer)) is not None:
+        logger.warning("%s", notice.message)
     encoder = PromptEncoder(tokenizer, config.data.apply_chat_template_kwargs)
     ids = [encoder.encode(prompt, f"prompt {number}") for number, prompt in enumerate(prompts, 1)]
     config = _with_room_for(config, max(map(len, ids)))

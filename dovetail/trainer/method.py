@@ -9,8 +9,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from dovetail.agents.stops import stop_notice
+from dovetail.config.errors import Notice
 from dovetail.config.root import DovetailConfig
 from dovetail.data.build import PromptLoader
+from dovetail.data.unread_tokenizer import UnreadTokenizer
 from dovetail.observability.tracker import Tracker
 from dovetail.trainer.base import BaseTrainer, total_training_steps
 from dovetail.trainer.groups import TrainedGroups
@@ -44,11 +47,18 @@ class Method(ABC):
     What it opens, it enters into `open_things`, which closes it when the run ends.
     """
 
+    _tokenizer: Any
     total_steps: int
     """Steps of the run, for consoles and schedules."""
 
     def __init__(self, config: DovetailConfig, options: RunOptions, open_things: ExitStack) -> None:
         self._config, self._options, self._open_things = config, options, open_things
+
+    def notices(self) -> tuple[Notice, ...]:
+        """What is said once before the run starts: tokens that end a response, where the model's files disagree."""
+        is_read = not isinstance(self._tokenizer, UnreadTokenizer)
+        notice = stop_notice(self._config, self._tokenizer) if is_read else None
+        return () if notice is None else (notice,)
 
     def _use_loaders(self, train: PromptLoader | None, val: PromptLoader | None) -> None:
         """`train` is None for a run that only validates: it draws none."""

@@ -74,7 +74,7 @@ def load_readers(config: DovetailConfig) -> tuple[Any, Any | None]:
     """The tokenizer, and the processor of a model that sees images, with the chat template that prompts are put in."""
     model = config.actor_rollout_ref.model
     trust = model.trust_remote_code
-    tokenizer = load_tokenizer(config.data.tokenizer or model.tokenizer_source, trust_remote_code=trust)
+    tokenizer = load_tokenizer(config.tokenizer_source, trust_remote_code=trust)
     processor = load_processor(model.path, trust_remote_code=trust)
     if model.custom_chat_template is not None:
         for reader in (tokenizer, processor):

@@ -38,7 +38,7 @@ def read_inputs(config: DovetailConfig, options: RunOptions, open_things: ExitSt
 
 
 def unusable_inputs(config: DovetailConfig) -> tuple[Problem, ...]:
-    """What `read_inputs` refuses, of some rows where there are many. Closes all that it opens."""
+    """What `read_inputs` refuses, or else notices, of some rows where there are many. Closes all that it opens."""
     data, reward = config.data, config.reward_model
     most = max(MOST_ROWS, config.generation_batch_size)
     fewer = {key: most for key in ("train_max_samples", "val_max_samples") if not 0 <= getattr(data, key) <= most}
@@ -50,7 +50,6 @@ def unusable_inputs(config: DovetailConfig) -> tuple[Problem, ...]:
         import_user_modules(config.trainer.import_modules)
         with ExitStack() as open_things:
             small = with_absolute_folders(config.model_copy(update=sections))
-            read_inputs(small, RunOptions(), open_things, starts=False)
+            return read_inputs(small, RunOptions(), open_things, starts=False).notices()
     except USER_ERRORS as error:
         return problems_of(error)
-    return ()

@@ -101,6 +101,8 @@ def run_training(
         options = RunOptions(use_ray=use_ray, trainer_class=trainer_class, recording=recording)
         with timers("read_inputs"):
             method = read_inputs(config, options, open_things)
+            for notice in method.notices():
+                logger.warning("%s", notice.message)
         folder = RunFolder(settings.run_dir)
         for name in ("rollout_data_dir", "validation_data_dir"):
             if (path := getattr(settings, name)) is not None:

@@ -186,7 +186,7 @@ class ActorRolloutRefWorker(CheckpointedRole):
     def judge_probe(self, answers: list[GenerationResult]) -> ParityReport:
         """Hold an engine's greedy answers against the forward of the trained model."""
         actor, model = self._need(self.actor, "actor"), self.config.actor_rollout_ref.model
-        tokenizer = load_tokenizer(model.tokenizer_source, trust_remote_code=model.trust_remote_code)
+        tokenizer = load_tokenizer(self.config.tokenizer_source, trust_remote_code=model.trust_remote_code)
         with loaded(actor.backend, self.config.actor_rollout_ref.actor.offloading):
             return compare_answers(ParityProbe(self.config, tokenizer), answers, actor.backend)
 

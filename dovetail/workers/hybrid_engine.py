@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from dovetail.agents.build import build_agents
+from dovetail.agents.stops import with_stop_ids
 from dovetail.backends.base import TrainBackend
 from dovetail.backends.device_memory import driver_is_short, free_device_cache, mark_memory
 from dovetail.config.fsdp import full_dtype
@@ -44,7 +45,12 @@ class HybridEngine:
         self._rank = rank
         self._model = config.actor_rollout_ref.model
         self._sends_adapter = sends_adapter(config)
-        self._rollout = config.actor_rollout_ref.rollout
+        tokenizer = load_tokenizer(
+            config.tokenizer_source,
+            trust_remote_code=self._model.trust_remote_code,
+            chat_template=self._model.custom_chat_template,
+        )
+        self._rollout = with_stop_ids(config, tokenizer)
         if self._sends_adapter:
             self._rollout = with_base_and_adapter(self._rollout, self._model)
         self._offloading = config.actor_rollout_ref.actor.offloading
@@ -71,7 +77,6 @@ class HybridEngine:
         self._version = 0  # of the weights that the engine has, or is given next
         self._is_stale = True  # the engine does not hold the trainer's weights
         self._num_compared = 0
-        tokenizer = load_tokenizer(self._model.tokenizer_source, trust_remote_code=self._model.trust_remote_code)
         self._pad_token_id = tokenizer.pad_token_id
         self._probe = ParityProbe(config, tokenizer)
         self._agents = build_agents(config, tokenizer) if self._rollout.uses_agents else None

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from dovetail.agents.build import build_agents
+from dovetail.agents.stops import with_stop_ids
 from dovetail.agents.stream import Agents
 from dovetail.config.root import DovetailConfig
 from dovetail.controller import Dispatch, register
@@ -54,6 +55,12 @@ class RolloutWorker(TrainingRole):
         policy, size = self.config.actor_rollout_ref, self._rollout.engine_world_size
         if size > 1:  # processes that share an engine must know each other before it starts
             self.join_group()
+        tokenizer = load_tokenizer(
+            self.config.tokenizer_source,
+            trust_remote_code=policy.model.trust_remote_code,
+            chat_template=policy.model.custom_chat_template,
+        )
+        self._rollout = with_stop_ids(self.config, tokenizer)
         self.engine = engine_class_for(self._rollout).from_config(
             self._rollout,
             str(model_folder(policy.model.path)),
@@ -61,7 +68,6 @@ class RolloutWorker(TrainingRole):
             trust_remote_code=policy.model.trust_remote_code,
             override_config=policy.model.override_config,
         )
-        tokenizer = load_tokenizer(policy.model.tokenizer_source, trust_remote_code=policy.model.trust_remote_code)
         self._pad_token_id = int(tokenizer.pad_token_id)
         self._probe = ParityProbe(self.config, tokenizer)
         self._agents = build_agents(self.config, tokenizer) if self._rollout.uses_agents else None

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal, Protocol
 import torch
 import torch.distributed as dist
 
+from dovetail.agents.stops import run_stop_ids
 from dovetail.backends.base import TrainBackend
 from dovetail.backends.export import export_hf_folder
 from dovetail.checkpoint.manifest import BrokenCheckpoint
@@ -150,17 +151,21 @@ class CheckpointedRole(TrainingRole):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def export_model(self, out: str, dtype: str | None = None) -> None:
         """Write the model as a Hugging Face folder, adapters merged."""
-        model = self._model
+        model, is_policy = self._model, self._trains == "actor"
         # Also of a critic: the conversations that it has read are the policy's.
         template = self.config.actor_rollout_ref.model.custom_chat_template
         tokenizer = load_tokenizer(
-            model.tokenizer_source, trust_remote_code=model.trust_remote_code, chat_template=template
+            self.config.tokenizer_source if is_policy else model.tokenizer_source,
+            trust_remote_code=model.trust_remote_code,
+            chat_template=template,
         )
         wanted = None if dtype is None else getattr(torch, dtype)
         # Of a policy also other files of its folder, see `save_hf_folder`.
-        source = model_folder(model.path) if self._trains == "actor" else None
+        source = model_folder(model.path) if is_policy else None
+        stop_ids = run_stop_ids(self.config, tokenizer).all if is_policy else ()
+        settings = {"tokenizer": tokenizer, "dtype": wanted, "source": source, "stop_ids": stop_ids}
         with loaded(self._trained.backend, self._section.offloading):
-            export_hf_folder(self._trained.backend, Path(out), tokenizer=tokenizer, dtype=wanted, source=source)
+            export_hf_folder(self._trained.backend, Path(out), **settings)
 
 
 def _compute_deterministically() -> None:

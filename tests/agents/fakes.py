@@ -20,8 +20,6 @@ ROLES = {"system": 1000, "user": 1001, "assistant": 1002, "tool": 1003}
 class FakeRenderer:
     """A message is its role's id, its code points and the stop token. Roles in `rewrites` change the history."""
 
-    stop_token_ids = (STOP,)
-
     def __init__(self, rewrites: tuple[str, ...] = ()) -> None:
         self.rewrites = rewrites
 
@@ -114,7 +112,7 @@ def session_over(
     **settings: Any,
 ) -> Session:
     common = SessionSettings(renderer or FakeRenderer(), parse, prompt_length, response_length, **settings)
-    sampling = SamplingParams(seed=seed)
+    sampling = SamplingParams(seed=seed, stop_token_ids=(STOP,))
     return Session(name, common, engine.generate, sampling, sample_index=3, abort=engine.abort, state=state)
 
 

@@ -15,6 +15,8 @@ _MUON = "Muon of strategy=fsdp2 has muon_momentum, muon_nesterov, muon_num_ns_st
 _FULL_PRECISION = "weights are trained in full precision; only the engine may be quantised"
 _NO_REPLAY = "responses are never replayed from an earlier run"
 
+_STOP_STRINGS = "ROLLOUT.stop ROLLOUT.stop_strings ROLLOUT.stop_sequences"
+
 # The reason, patterns of keys (`*` stands for anything, `ROLLOUT` for the section), values that ask for no more.
 _REFUSED: tuple[tuple[str, str, tuple[object, ...]], ...] = (
     ("prompts are not generated during training; write them to a file first", "data.datagen.path", ()),
@@ -34,7 +36,8 @@ _REFUSED: tuple[tuple[str, str, tuple[object, ...]], ...] = (
     (_FULL_PRECISION, "*.qat.enable", (False,)),
     (_NO_REPLAY, "skip.enable ROLLOUT.skip_rollout ROLLOUT.skip.enable", (False,)),
     ("groups are taken as `async_training.order` says", "trainer.v1.sampler.custom_sampler.path", ()),
-    ("a response ends where the model ends it", "data.min_response_length", (0,)),
+    ("a response ends where the model ends it", "data.min_response_length ROLLOUT.min_tokens", (0,)),
+    ("engines read no text; give ids of tokens in `rollout.stop_token_ids`", _STOP_STRINGS, (None, "", [])),
     ("the first token is sampled like the others", "ROLLOUT.use_fire_sampling", (False,)),
 )
 

@@ -17,6 +17,7 @@ from torch import nn
 from dovetail.config.fsdp import full_dtype
 from dovetail.config.rollout import RolloutConfig
 from dovetail.models.exact import use_exact_modules
+from dovetail.models.stop_ids import folder_stop_ids, model_stop_ids
 from dovetail.rollout.base import (
     ALL_TAGS,
     DROPPED_BY_SLEEP,
@@ -31,7 +32,6 @@ from dovetail.rollout.base import (
     UnsupportedPromptError,
     check_tags,
 )
-from dovetail.rollout.expected import eos_ids_of
 from dovetail.rollout.gate import StepGate
 from dovetail.rollout.native.batch import BatchStats, RunningBatch
 from dovetail.rollout.native.images import check_images, prompt_positions
@@ -90,17 +90,18 @@ class NativeEngine(RolloutEngine):
             self._folder = None
             self._model = share_model(model, dtype)
             self._device = next(model.parameters()).device
+            self._eos_ids = model_stop_ids(self._model.generation_config, self._model.config)
         else:
             self._folder = Path(model)
             self._device = torch.device(device)
             self._load = partial(load_model, self._folder, self._device, longest_row=max_model_len, **model_args)
             self._model = self._load(dtype)
+            self._eos_ids = folder_stop_ids(self._folder, **model_args)
         if exact:
             use_exact_modules(self._model)
         self._packed = pack_linears(self._model, self._device)
         self._max_model_len = max_model_len or int(self._model.config.get_text_config().max_position_embeddings)
         self._vocab_size = num_embeddings(self._model)
-        self._eos_ids = eos_ids_of(self._model.generation_config, self._model.config)
         self._shapes = [parameter.shape for parameter in self._model.parameters()]
         self._batch: RunningBatch | PagedBatch
         self._paged = self._device.type == "cuda" or ops is not None

@@ -20,6 +20,7 @@ import torch
 
 from dovetail.config.rollout import RolloutConfig
 from dovetail.models.load import load_config
+from dovetail.models.stop_ids import folder_stop_ids
 from dovetail.rollout.base import (
     ALL_TAGS,
     CLOSED,
@@ -38,7 +39,7 @@ from dovetail.rollout.base import (
     check_tags,
 )
 from dovetail.rollout.engine_settings import logprobs_of
-from dovetail.rollout.expected import expected_weights, model_shape, stop_token_ids
+from dovetail.rollout.expected import expected_weights, model_shape
 from dovetail.rollout.loop_thread import LoopThread
 from dovetail.rollout.remote.calls import SampleCalls
 from dovetail.rollout.remote.client import HttpClient, ServerError
@@ -94,7 +95,7 @@ class RemoteRollout(RolloutEngine):
         self._expected = expected_weights(folder, **model_args)
         self._shape = model_shape(config)
         self._vocab_size = int(self._shape["vocab_size"])
-        self._eos_ids = stop_token_ids(folder, **model_args)
+        self._eos_ids = folder_stop_ids(folder, **model_args)
         own_length = max_model_len or getattr(config.get_text_config(), "max_position_embeddings", None) or 2**31
         self._paused = False
         self._progress = threading.Condition()

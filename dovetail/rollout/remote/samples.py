@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from dovetail.rollout.base import FinishReason, GenerationRequest, derive_seed
@@ -66,7 +67,7 @@ class RemoteSample(GrowingResponse):
         self.extend(part.token_ids, part.log_probs, version, reason)
 
 
-def samples_of(request: GenerationRequest, *, eos_ids: frozenset[int], max_model_len: int) -> list[RemoteSample]:
+def samples_of(request: GenerationRequest, *, eos_ids: Collection[int], max_model_len: int) -> list[RemoteSample]:
     """The n samples. Stop tokens are the request's and, unless ignored, the model's; none is left to the server."""
     sampling = request.sampling
     stop, seed = stop_tokens(sampling, eos_ids), base_seed(sampling)

@@ -16,6 +16,7 @@ from typing import Any, Unpack
 import torch
 
 from dovetail.config.rollout import RolloutConfig
+from dovetail.models.stop_ids import folder_stop_ids
 from dovetail.rollout.base import (
     ALL_TAGS,
     DROPPED_BY_SLEEP,
@@ -34,7 +35,7 @@ from dovetail.rollout.base import (
     check_tags,
 )
 from dovetail.rollout.engine_settings import runs_on_cpu
-from dovetail.rollout.expected import CheckedWeights, expected_weights, stop_token_ids
+from dovetail.rollout.expected import CheckedWeights, expected_weights
 from dovetail.rollout.gate import StepGate
 from dovetail.rollout.request_rules import check_logprobs, check_prompt
 from dovetail.rollout.response import of_requests
@@ -70,7 +71,7 @@ class VLLMEngine(RolloutEngine):
         self.settings = settings
         self._bucket_bytes = bucket_bytes
         self._expected = expected_weights(settings.model, **settings.model_args)
-        self._eos_ids = stop_token_ids(settings.model, **settings.model_args)
+        self._eos_ids = folder_stop_ids(settings.model, **settings.model_args)
         self._llm = start_engine(settings, cpu=self._cpu)
         config = self._llm.vllm_config
         self._max_model_len = int(config.model_config.max_model_len)
