@@ -181,11 +181,8 @@ def test_an_adapter_that_peft_has_written_is_continued(tmp_path: Path) -> None:
     assert {n for n, p in policy.named_parameters() if p.requires_grad} == {
         n for n, _ in policy.named_parameters() if is_lora_name(n)
     }
-    named = [
-        (n.removeprefix(HF_PREFIX).replace(".default.", "."), p)
-        for n, p in policy.named_parameters()
-        if is_lora_name(n)
-    ]
+    lora = {n.removeprefix(HF_PREFIX): p for n, p in policy.named_parameters() if is_lora_name(n)}
+    named = ((name.replace(".default.", "."), tensor) for name, tensor in lora.items())
     write_peft_folder(LoraAdapter(4, 8, named), tmp_path / "again")
     first, again = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("adapter", "again"))
     assert first.keys() == again.keys()
@@ -213,7 +210,7 @@ def test_a_scalar_head_that_peft_trained_beside_the_adapter_is_read_with_it(tmp_
     [
         ({"target_modules": ["q_proj"]}, {}, r"mlp\.down_proj\.lora_A\.weight has no place.*adapter of another model"),
         ({"target_modules": ["q_proj", "o_proj", "down_proj"]}, {}, r"no weights for .*o_proj.*take target_modules"),
-        ({}, {"hidden_size": 64}, r"lora_A.* has shape \(4, \d+\) on disk and \(4, "),
+        ({}, {"intermediate_size": 96}, r"down_proj.lora_A.* has shape \(4, \d+\) on disk and \(4, "),
         ({}, {"num_hidden_layers": 1}, r"layers\.1\..* has no place"),
         ({"rank": 8}, {}, r"has shape \(4, 160\) on disk and \(8, 160\)"),
     ],
