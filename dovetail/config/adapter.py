@@ -65,10 +65,11 @@ def read_adapter(path: str) -> dict[str, Any]:
         raise AdapterError(f"{file} has peft_type={kind}, and only LORA is trained here; {_MERGE}.")
     _refuse_other_kinds(raw, file)
     rank, alpha, targets = raw.get("r"), raw.get("lora_alpha"), raw.get("target_modules")
-    if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float) or not targets:
+    if not (isinstance(rank, int) and isinstance(alpha, int | float) and rank > 0 and alpha > 0 and targets):
+        # verl's merger writes an alpha of 0 where a checkpoint does not say it.
         raise AdapterError(
-            f"{file} has r={rank}, lora_alpha={alpha} and target_modules={targets}; it needs a rank of 1 or more, a "
-            "number and the names of layers: export the adapter again."
+            f"{file} has r={rank}, lora_alpha={alpha} and target_modules={targets}; it needs the rank and the alpha "
+            "that the adapter was trained with, both above 0, and the names of its layers: write them into the file."
         )
     # Its scale is alpha / sqrt(rank): the same as of plain LoRA with this alpha.
     scale = math.sqrt(rank) if raw.get("use_rslora") else 1

@@ -84,6 +84,7 @@ def test_the_scale_of_an_rslora_adapter_is_kept(tmp_path: Path) -> None:
         ({"target_parameters": ["experts.down_proj"]}, "target_parameters="),
         ({"a_field_of_tomorrow": {"x": 1}}, "a_field_of_tomorrow="),
         ({"r": 0}, "r=0"),
+        ({"lora_alpha": 0}, "lora_alpha=0.*that the adapter was trained with"),
         ({"target_modules": None}, "target_modules=None"),
     ],
 )
