@@ -30,6 +30,7 @@ def build_backend(
     network: TransformerBackbone,
     *,
     weights: Path | None = None,
+    adapter: Path | None = None,
     fsdp: FSDPConfig,
     optim: OptimConfig | None = None,
     max_grad_norm: float = 1.0,
@@ -39,7 +40,8 @@ def build_backend(
 ) -> TorchBackend:
     """A backend for ``network``, which is taken over (sharded in place). ``optim=None`` builds one for inference.
 
-    A network on the meta device is given memory shard by shard and filled from the Hugging Face folder ``weights``.
+    A network on the meta device is given memory shard by shard and filled from the Hugging Face folder ``weights``,
+    its LoRA matrices from the folder ``adapter``.
     For ``fsdp`` and ``fsdp2`` the default process group must exist; every rank calls this with an equal network.
     """
     if strategy not in SHARDINGS:
@@ -59,7 +61,7 @@ def build_backend(
     module, _, name = SHARDINGS[strategy].partition(":")
     sharding: Sharding = getattr(importlib.import_module(module), name)(network, precision, device, mesh, fsdp)
     if weights is not None:
-        sharding.load_weights(weights)
+        sharding.load_weights(weights, adapter)
     optimizer = schedule = None
     if optim is not None:
         optimizer = build_optimizer(sharding.named_parameters(), optim, decayed=decayed, matrices=matrices)

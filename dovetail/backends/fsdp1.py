@@ -67,14 +67,14 @@ class Fsdp1Sharding(Sharding):
         self.reduce_factor = mesh.world_size
 
     @torch.no_grad()
-    def load_weights(self, path: Path) -> None:
+    def load_weights(self, path: Path, adapter: Path | None = None) -> None:
         if self._shapes is None:
             raise ValueError("FSDP1 loads weights only into a network built on the meta device (build_meta_model)")
         # Flat parameters cannot be filled by name. DTensors can: read into a second set of shards, then hand it over.
         shards, self._shapes = self._shapes, None
         fully_shard(shards, mesh=self._mesh)
         materialize(shards, self._device)
-        load_weights(shards, path)
+        load_weights(shards, path, adapter=adapter)
         set_model_state_dict(self.module, dict(get_model_state_dict(shards)))
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:

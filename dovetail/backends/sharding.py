@@ -51,9 +51,10 @@ class Sharding(ABC):
         """What the optimizer steps and a checkpoint holds: ``module``, unless masters are kept apart from it."""
         return self.module
 
-    def load_weights(self, path: Path) -> None:
-        """Fill the parameters from a Hugging Face folder, tensor by tensor: no rank ever holds the whole model."""
-        load_weights(self.state_module, path)
+    def load_weights(self, path: Path, adapter: Path | None = None) -> None:
+        """Fill the parameters from a Hugging Face folder, and LoRA's from an adapter's, tensor by tensor: no rank ever
+        holds the whole model."""
+        load_weights(self.state_module, path, adapter=adapter)
         self.state_changed()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:

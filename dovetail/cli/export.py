@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from dovetail.cli.option_types import output_folder
 from dovetail.config import ConfigError, DovetailConfig, load_config
 from dovetail.observability.disk import explaining_full_disk
-from dovetail.trainer.saved_model import checkpoint_folder, override, run_config_file
+from dovetail.trainer.saved_model import WITH_OWN_ADAPTERS, checkpoint_folder, override, run_config_file
 
 if TYPE_CHECKING:
     from dovetail.backends.base import TrainBackend
@@ -190,11 +190,11 @@ def _megatron_backend(config: DovetailConfig, folder: Path) -> TrainBackend:
 
 
 def _run_config(folder: Path, model: str | None) -> DovetailConfig:
-    config = load_config([file := run_config_file(folder)]).config
+    config = load_config([file := run_config_file(folder)], WITH_OWN_ADAPTERS).config
     if model is None:
         return config
     key = "critic.model.path" if config.trainer.method == "reward" else "actor_rollout_ref.model.path"
-    return load_config([file], [override(key, model)]).config
+    return load_config([file], [*WITH_OWN_ADAPTERS, override(key, model)]).config
 
 
 def _list_checkpoints(run: Path) -> int:

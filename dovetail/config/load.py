@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dovetail.config.adapter import fill_adapters
 from dovetail.config.base import Rule
 from dovetail.config.effects import effect_notices, is_unused
 from dovetail.config.errors import ConfigError, Notice, Problem, name_some
@@ -118,6 +119,7 @@ class _Draft:
         self.notices += translated.notices
         self.problems += translated.problems
         kept = self._without_nulls(self._without_foreign(translated.leaves))
+        self.notices += fill_adapters(kept)
         unknown = unknown_keys(kept)
         self.problems += unknown
         wrong = {problem.key for problem in unknown}

@@ -15,7 +15,6 @@ from dovetail.config.base import (
     unsupported,
     unused,
     when_is,
-    when_not,
 )
 from dovetail.config.fsdp import FSDPConfig
 
@@ -35,7 +34,6 @@ _DECODERS = (
     _FOLDER,
     _PACKED,
     unused("strategy=megatron has override_transformer_config for it", _is_megatron, only="enable_activation_offload"),
-    unsupported("adapters start fresh; merge the adapter into the weights of model.path", only="lora_adapter_path"),
     unsupported(
         "the config.json beside the weights is read; change fields with {section}.override_config",
         when=_has_other_config,
@@ -86,7 +84,11 @@ class ModelConfig(Section):
     lora_dropout: float = key(0.0, "Dropout before the adapters.", ge=0, lt=1)
     target_modules: str | list[str] = key("all-linear", "Modules that get an adapter.")
     exclude_modules: str | list[str] | None = key(None, "Modules that get none (names or one pattern).")
-    lora_adapter_path: HomePath | None = key(None, "Adapter folder to start from. Null: fresh adapters.")
+    lora_adapter_path: HomePath | None = key(
+        None,
+        "Adapter to continue: a folder in PEFT's format, or a name on the hub. Rank, alpha and modules are its own. "
+        "Null: fresh adapters.",
+    )
     lora_merge: bool = key(True, "Send merged weights to the engine instead of adapters.")
 
     @property
@@ -112,7 +114,6 @@ class CriticModelConfig(ModelConfig):
     """The value network: by default the policy's backbone with a value head."""
 
     rules = (
-        unsupported("a critic is trained whole; use 0", when=when_not("trainer.method", "reward"), only="lora_rank"),
         unused("a value network has no vocabulary head", only="use_fused_kernels fused_kernel_options.*"),
         unused("only the policy's weights go to the engine", only="lora_merge"),
         unused("the critic reads the policy's tokens", only="tokenizer_path custom_chat_template"),

@@ -173,6 +173,7 @@ class DovetailConfig(Section):
             return model
         own = teacher.model_dump(include={"trust_remote_code", "external_lib", "override_config"})
         own |= {"path": teacher.path or "", "hf_config_path": None, "tokenizer_path": None, "lora_rank": 0}
+        own["lora_adapter_path"] = None
         return model.model_copy(update=own)
 
     @property

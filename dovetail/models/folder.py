@@ -12,7 +12,9 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
+from dovetail.config.adapter import adapter_folder
 from dovetail.config.errors import name_some
+from dovetail.config.model import ModelConfig
 from dovetail.models.backbone import (
     refuse_attention_that_cannot_be_packed,
     refuse_bidirectional,
@@ -23,6 +25,7 @@ from dovetail.models.backbone import (
 from dovetail.models.errors import ModelError
 from dovetail.models.load import Role, build_meta_model
 from dovetail.models.logits import logit_transform
+from dovetail.models.lora import add_adapters
 from dovetail.models.weights import lacks_head, load_weights, unread_tensors
 
 # Heads of other roles, buffers that older releases saved, and layers that only predict further tokens.
@@ -40,10 +43,12 @@ def check_model_folder(
     trust_remote_code: bool = False,
     headers_only: bool = True,
     packs: bool = False,
+    adapted: ModelConfig | None = None,
 ) -> None:
     """Raise ModelError (or FileNotFoundError) if the network that `config.json` describes cannot be read from `path`.
 
-    `packs`: also if it would mix sequences that are packed.
+    `packs`: also if it would mix sequences that are packed; `adapted`: the section of a network that is trained with
+    adapters, also if the model can have none of them, or those of `lora_adapter_path` are not its own.
 
     Tensors without a place are looked for with the config as the folder has it: whoever overrides the number of layers
     means to leave some out.
@@ -80,7 +85,11 @@ def check_model_folder(
     if packs:
         refuse_to_pack(model)
         refuse_attention_that_cannot_be_packed(model)
-    load_weights(nn.ModuleDict({"hf_model": model}), path, headers_only=headers_only)
+    adapter = None
+    if adapted is not None:
+        add_adapters(model, adapted)
+        adapter = adapter_folder(adapted)
+    load_weights(nn.ModuleDict({"hf_model": model}), path, adapter=adapter, headers_only=headers_only)
 
 
 def _may_be_left_out(name: str, model: PreTrainedModel) -> bool:

@@ -15,12 +15,11 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from dovetail.config.model import ModelConfig
 from dovetail.models.errors import ModelError
-from dovetail.models.weights import LORA_BASE
+from dovetail.models.weights import ADAPTER, LORA_BASE
 
 logger = logging.getLogger(__name__)
-
-ADAPTER = "default"
 
 
 def add_lora(
@@ -63,6 +62,18 @@ def add_lora(
     for head in _scalar_heads(hf_model):
         head.requires_grad_(True)
     return hf_model
+
+
+def add_adapters(hf_model: Any, model: ModelConfig) -> None:
+    """`add_lora` as a section of the configuration says."""
+    add_lora(
+        hf_model,
+        rank=model.lora_rank,
+        alpha=model.lora_alpha,
+        target_modules=model.target_modules,
+        dropout=model.lora_dropout,
+        exclude_modules=model.exclude_modules,
+    )
 
 
 def _linear_layers(hf_model: Any) -> list[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,6 +28,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
+from dovetail.config.adapter import ADAPTER_PREFIX, ADAPTER_WEIGHTS
 from dovetail.models.errors import ModelError
 from dovetail.models.files import INDEX, open_safetensors, read_index, safetensors_files
 
@@ -36,6 +37,8 @@ _TRL_VALUE_HEAD = {"v_head.summary.weight": "score.weight", "v_head.summary.bias
 _HEADS = ("score.weight", "score.bias", "classifier.weight", "classifier.bias")
 LORA_BASE = ".base_layer."
 """What peft puts into the name of a layer it wraps."""
+ADAPTER = "default"
+"""The name of the adapter that is trained. peft has it in the names of parameters, and not in those of files."""
 
 
 @dataclass(frozen=True)
@@ -104,8 +107,11 @@ def iter_model_tensors(
 
 
 @torch.no_grad()
-def load_weights(module: nn.Module, path: str | Path, *, headers_only: bool = False) -> None:
-    """Fill `module` (a wrapper of `dovetail.models`, FSDP2-sharded or not) from a checkpoint folder.
+def load_weights(
+    module: nn.Module, path: str | Path, *, adapter: Path | None = None, headers_only: bool = False
+) -> None:
+    """Fill `module` (a wrapper of `dovetail.models`, FSDP2-sharded or not) from a checkpoint folder, and its LoRA
+    matrices from the folder of an `adapter`, which must have all of them.
 
     Every rank reads every tensor in turn and keeps its own shard, so the peak is one tensor. A scalar head and LoRA
     matrices the checkpoint does not have start from a fixed seed, alike on all ranks; any other missing tensor is an
@@ -125,10 +131,37 @@ def load_weights(module: nn.Module, path: str | Path, *, headers_only: bool = Fa
         if name in missing:
             missing.discard(name)
             _fill(targets[name], tensor, name, path)
+    if adapter is not None:
+        missing -= _load_adapter(targets, adapter, headers_only=headers_only)
     filled = {id(targets[name]) for name in targets if name not in missing}
     for name in sorted(missing):
         if id(targets[name]) not in filled:  # else it is tied to one that was there
             _fill(targets[name], _fresh(name, targets[name], path), name, path)
+
+
+def _load_adapter(targets: Mapping[str, Tensor], folder: Path, *, headers_only: bool) -> set[str]:
+    """Fill the LoRA matrices of `targets`, and a scalar head that was trained with them; returns their names."""
+    handle = open_safetensors(folder / ADAPTER_WEIGHTS, framework="pt")
+    filled = set()
+    for stored in handle.keys():  # noqa: SIM118  not a dict
+        name = stored.removeprefix(ADAPTER_PREFIX)
+        for matrix in ("lora_A", "lora_B"):
+            name = name.replace(f".{matrix}.weight", f".{matrix}.{ADAPTER}.weight")
+        target = next((each for each in (f"hf_model.{name}", name) if each in targets), None)
+        if target is None:
+            raise ModelError(
+                f"{folder}: its tensor {stored} has no place in this model with the adapters of target_modules; is it "
+                "the adapter of another model? Its own target_modules are taken where none are set."
+            )
+        tensor = torch.empty(handle.get_slice(stored).get_shape(), device="meta") if headers_only else None
+        _fill(targets[target], handle.get_tensor(stored) if tensor is None else tensor, name, folder)
+        filled.add(target)
+    if lacking := sorted(name for name in targets if ".lora_" in name and name not in filled):
+        raise ModelError(
+            f"{folder} holds no weights for {lacking[0]} ({len(lacking)} such tensors), which target_modules ask for; "
+            "take target_modules and exclude_modules out: the adapter has its own."
+        )
+    return filled
 
 
 def remember_prefixes(hf_model: PreTrainedModel, path: str | Path) -> None:

@@ -183,6 +183,8 @@ def _choose_rate(choices: _Choices) -> None:
     if method == "rl":
         if config.actor_rollout_ref.model.uses_lora:
             choices.choose_all("a usual rate for adapters", {f"{section}.optim.lr": 3e-5})
+        if config.uses_critic and config.critic.model.uses_lora:
+            choices.choose_all("a usual rate for a critic, ten times that for adapters", {"critic.optim.lr": 1e-4})
         return
     if method == "reward" and not choices.is_open(f"{_ACTOR}.optim.lr"):
         rate, why = config.actor_rollout_ref.actor.optim.lr, _GIVEN

@@ -12,9 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from dovetail.config.adapter import adapter_problems
 from dovetail.config.errors import ConfigError, Problem, name_some
 from dovetail.config.hub import is_hub_name
 from dovetail.config.installed import missing_libraries
+from dovetail.config.model import ModelConfig
 from dovetail.config.plan.model_shape import ModelShapeError, read_config_json
 from dovetail.config.root import DovetailConfig
 from dovetail.config.user_code import PACKAGE_PREFIX, PICKLED, split_address
@@ -32,6 +34,7 @@ def missing_inputs(config: DovetailConfig) -> list[Problem]:
         *missing_libraries(config),
         *_data_files(config),
         *_folders(config),
+        *_adapters(config),
         *_user_code(config),
         *_other_files(config),
     ]
@@ -133,6 +136,12 @@ def _folders(config: DovetailConfig) -> Iterator[Problem]:
             )
         elif (why := _why_not_read(folder, is_model=key in read_here)) is not None:
             yield Problem(key, f"{key}: {why}")
+
+
+def _adapters(config: DovetailConfig) -> Iterator[Problem]:
+    for section, model in named_models(config).items():
+        if isinstance(model, ModelConfig):
+            yield from adapter_problems(section, model)
 
 
 def _why_not_read(folder: str, *, is_model: bool) -> str | None:

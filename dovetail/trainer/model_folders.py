@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from dovetail.config import ConfigError
+from dovetail.config.adapter import adapter_folder
 from dovetail.config.errors import Problem
 from dovetail.config.hub import is_hub_name
+from dovetail.config.model import ModelConfig
 from dovetail.config.root import DovetailConfig
 from dovetail.data.unread_tokenizer import UnreadTokenizer
 from dovetail.models.folder import check_model_folder
@@ -36,6 +38,8 @@ def fetch_models(config: DovetailConfig) -> None:
             model_folder(model.path)
         except FileNotFoundError as error:
             raise ConfigError([Problem(f"{name}.path", f"{name}.path={model.path}: {error}")]) from error
+        if isinstance(model, ModelConfig):
+            adapter_folder(model)
 
 
 def refuse_broken_models(config: DovetailConfig, *, on_hub: bool = True, headers_only: bool = True) -> None:
@@ -59,6 +63,9 @@ def refuse_broken_models(config: DovetailConfig, *, on_hub: bool = True, headers
             strategy = getattr(section, "strategy", None) or policy.actor.strategy
             packs = getattr(model, "use_remove_padding", policy.model.use_remove_padding)
             settings["packs"] = packs and strategy != "megatron"
+            if isinstance(model, ModelConfig) and model.uses_lora and strategy != "megatron":
+                downloads = model.lora_adapter_path is not None and is_hub_name(model.lora_adapter_path)
+                settings["adapted"] = model if on_hub or not downloads else None
             with refused.part():
                 check_model_folder(model_folder(model.path), roles.get(name, "policy"), **settings)
 

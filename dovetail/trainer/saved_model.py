@@ -35,6 +35,9 @@ _WITHOUT_TRAINING = (
 )
 """Roles and settings of a run that generation does without."""
 
+WITH_OWN_ADAPTERS = ("actor_rollout_ref.model.lora_adapter_path=null", "critic.model.lora_adapter_path=null")
+"""A checkpoint has its adapters, and the folder that they began with may be gone."""
+
 _OF_A_FOLDER = (
     "data.train_batch_size=64",
     "actor_rollout_ref.actor.ppo_mini_batch_size=64",
@@ -75,7 +78,7 @@ class SavedModel:
                 )
             prompts = settings.data.train_batch_size
             files = [of_run, *files]
-            own = [*_WITHOUT_TRAINING, f"actor_rollout_ref.actor.ppo_mini_batch_size={prompts}"]
+            own = [*_WITHOUT_TRAINING, *WITH_OWN_ADAPTERS, f"actor_rollout_ref.actor.ppo_mini_batch_size={prompts}"]
             forced = [forced[0], "trainer.resume_mode=resume_path", override("trainer.resume_from_path", self.folder)]
         else:
             own = [*_WITHOUT_TRAINING, *_OF_A_FOLDER, override("actor_rollout_ref.model.path", self.folder)]

@@ -35,7 +35,7 @@ def with_absolute_folders(config: DovetailConfig) -> DovetailConfig:
 
 def _existing_folders(model: Any) -> dict[str, str]:
     """Relative paths of a model that are folders of this machine; everything else may be a name on the hub."""
-    paths = {name: getattr(model, name, None) for name in ("path", "tokenizer_path")}
+    paths = {name: getattr(model, name, None) for name in ("path", "tokenizer_path", "lora_adapter_path")}
     return {
         name: _absolute(path)
         for name, path in paths.items()

@@ -15,13 +15,14 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from dovetail.config.adapter import ADAPTER_PREFIX, ADAPTER_SETTINGS, ADAPTER_WEIGHTS
+
 NamedTensors: TypeAlias = Iterable[tuple[str, Tensor]]
 """Full tensors under Hugging Face names, in any order. A tensor is valid until the next one is asked for."""
 
 # Matrices that engines keep in float32 beside half-precision weights: routers of experts, state-space decays.
 _FULL_PRECISION = re.compile(r"(?:^|[._])(?:gate|router|A_log)(?:\.weight)?$")
 _MAX_NAMED = 8
-_PEFT_PREFIX = "base_model.model."
 
 
 class GatheredWeights:
@@ -140,8 +141,6 @@ def write_peft_folder(adapter: LoraAdapter, folder: Path, *, base_model: str | N
         "inference_mode": True,
     }
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(
-        {f"{_PEFT_PREFIX}{name}": tensor for name, tensor in tensors.items()}, folder / "adapter_model.safetensors"
-    )
-    (folder / "adapter_config.json").write_text(json.dumps(settings, indent=1))
+    save_file({f"{ADAPTER_PREFIX}{name}": tensor for name, tensor in tensors.items()}, folder / ADAPTER_WEIGHTS)
+    (folder / ADAPTER_SETTINGS).write_text(json.dumps(settings, indent=1))
     return list(tensors)

@@ -11,6 +11,7 @@ import torch
 from dovetail.backends.base import TrainBackend
 from dovetail.backends.build import build_backend, precision_of
 from dovetail.config.actor import Strategy
+from dovetail.config.adapter import adapter_folder
 from dovetail.config.critic import CriticConfig
 from dovetail.config.fsdp import FSDPConfig
 from dovetail.config.megatron import MegatronConfig
@@ -22,7 +23,7 @@ from dovetail.models.compile import compile_layers
 from dovetail.models.exact import use_exact_modules
 from dovetail.models.fp8 import Recipe, use_fp8_projections
 from dovetail.models.load import Role, build_meta_model, load_config, model_folder
-from dovetail.models.lora import add_lora
+from dovetail.models.lora import add_adapters
 from dovetail.models.policy import PolicyModel
 from dovetail.models.value import RewardModel, ValueModel
 from dovetail.workers.compile_ahead import compile_ahead
@@ -83,7 +84,7 @@ def build_policy(
         longest_row=longest_row,
     )
     if optim is not None and model.uses_lora:
-        _add_adapters(hf_model, model)
+        add_adapters(hf_model, model)
     if optim is not None and freeze_vision_tower:
         _freeze_vision_towers(hf_model)
     if exact:
@@ -110,6 +111,7 @@ def build_policy(
         strategy_for(strategy, world_size, fsdp),
         network,
         weights=model_folder(model.path),
+        adapter=None if optim is None else adapter_folder(model),
         fsdp=fsdp,
         optim=optim,
         max_grad_norm=grad_clip,
@@ -207,13 +209,14 @@ def build_value(
         trust_remote_code=model.trust_remote_code,
     )
     if trained is not None and trained.uses_lora:
-        _add_adapters(hf_model, trained)
+        add_adapters(hf_model, trained)
     if recompute:
         enable_gradient_checkpointing(hf_model)
     return build_backend(
         strategy_for(strategy, world_size, fsdp),
         (ValueModel if role == "value" else RewardModel)(hf_model, use_remove_padding=model.use_remove_padding),
         weights=model_folder(model.path),
+        adapter=None if trained is None else adapter_folder(trained),
         fsdp=fsdp,
         optim=optim,
         max_grad_norm=grad_clip,
@@ -257,17 +260,6 @@ def _on_megatron(
         chunked_head=chunked_head,
         compile_layers=compile_layers,
         device=device,
-    )
-
-
-def _add_adapters(hf_model: Any, model: ModelConfig) -> None:
-    add_lora(
-        hf_model,
-        rank=model.lora_rank,
-        alpha=model.lora_alpha,
-        target_modules=model.target_modules,
-        dropout=model.lora_dropout,
-        exclude_modules=model.exclude_modules,
     )
 
 

@@ -68,11 +68,11 @@ class OfflineLearner:
         parts = [share(output, self.backend.on_device(micro_batch))[1] for output, micro_batch in pairs]
         return add_shares(parts, self.backend)
 
-    def log_prob_sums(self, data: DataProto, *, adapters: bool = True) -> Tensor:
+    def log_prob_sums(self, data: DataProto) -> Tensor:
         """`[rows]` on the CPU: the log-probs of each row's `loss_mask` tokens, added up."""
         batch = take_columns(data, ("input_ids", "attention_mask", "position_ids", LOSS_MASK))
         plan = plan_micro_batches(batch, self._limit, self.backend)
-        options = ForwardOptions(only_column=LOSS_MASK, adapters=adapters)
+        options = ForwardOptions(only_column=LOSS_MASK)
         micro_batches = cut(batch, plan)
         outputs = self.backend.forward(micro_batches, options)
         sums = []
@@ -175,9 +175,10 @@ class OfflineWorker(CheckpointedRole):
 
     @register(dispatch_mode=Dispatch.mesh(MESH, pad=True))
     def compute_log_prob_sums(self, data: DataProto) -> DataProto:
-        """`ref_log_prob_sum` by the current weights, adapters switched off: a reference before the first update."""
+        """`ref_log_prob_sum` by the current weights: a reference before the first update, adapters with what they have
+        learned before the run."""
         with loaded(self._trained.backend, self._section.offloading):
-            sums = self._trained.log_prob_sums(data, adapters=not self._model.uses_lora)
+            sums = self._trained.log_prob_sums(data)
         return DataProto.from_dict({REF_LOG_PROB: sums})
 
     def _build_backend(self, total_training_steps: int) -> TrainBackend:

@@ -29,6 +29,7 @@ from dovetail.models.lora import add_lora
 from dovetail.models.policy import PolicyModel
 from dovetail.models.value import ValueModel
 from dovetail.protocol import DataProto
+from dovetail.weight_sync import LoraAdapter, write_peft_folder
 from tests.backends.tiny import (
     FP32,
     OPTIM,
@@ -72,6 +73,15 @@ def alone() -> Found:
 
 def save_policy(rank: int, world_size: int, folder: Path) -> None:
     export_hf_folder(make("single", tiny_policy()), folder / "hf")
+    save_adapter(folder / "adapter")
+
+
+def save_adapter(folder: Path) -> None:
+    """One that has learned something."""
+    torch.manual_seed(5)
+    shapes = ((name, tensor) for name, tensor in tiny_policy(lora=True).hf_model.named_parameters() if ".lora_" in name)
+    named = ((name.replace(".default.", "."), torch.randn(tensor.shape) * 0.1) for name, tensor in shapes)
+    write_peft_folder(LoraAdapter(4, 8.0, named), folder)
 
 
 def train_alone(rank: int, world_size: int) -> Found:
@@ -171,6 +181,18 @@ def test_a_meta_network_with_adapters_starts_equal_on_all_ranks(ranks: list[Foun
         assert any(np.abs(value).max() > 0 for name, value in adapters.items() if ".lora_A." in name)
 
 
+@pytest.mark.parametrize("strategy", SHARDED)
+def test_an_adapter_is_continued_as_in_one_process(
+    strategy: str, ranks: list[Found], folder: Path, tmp_path: Path
+) -> None:
+    save_adapter(tmp_path)
+    first, *expected = continued("single", folder / "hf", tmp_path)
+    assert largest_difference(first, as_numpy(make("single", tiny_policy()).named_weights())) > 1e-2
+    for rank in ranks:
+        for found, wanted in zip(rank[strategy]["continued"], (first, *expected), strict=True):
+            assert largest_difference(found, wanted) < TOLERANCE
+
+
 def test_the_clip_returns_the_norm_of_the_whole_model(ranks: list[Found]) -> None:
     for rank in ranks:
         two, largest, message, whole = rank["fsdp2"]["norms"]
@@ -248,6 +270,7 @@ def on_strategy(strategy: str, rank: int, folder: Path) -> Found:
     found["bfloat16"] = bfloat16(strategy)
     found["sum of micro-batches"] = sum_of_micro_batches(strategy)
     found["full disk"] = full_disk(make(strategy, tiny_policy()), folder / f"export-{strategy}")
+    found["continued"] = continued(strategy, folder / "hf", folder / "adapter")
     if strategy == "fsdp2":
         found["adapters from meta"] = adapters_from_meta(folder / "hf")
         found["norms"] = norms(make(strategy, tiny_policy()))
@@ -290,6 +313,13 @@ def adapters_from_meta(folder: Path) -> tuple[dict[str, np.ndarray], dict[str, n
     backend = make("fsdp2", PolicyModel(model), weights=folder)
     raw = as_numpy(backend.named_weights(merge_adapters=False))
     return as_numpy(backend.named_weights()), {name: value for name, value in raw.items() if ".lora_" in name}
+
+
+def continued(strategy: str, folder: Path, adapter: Path) -> tuple[dict[str, np.ndarray], ...]:
+    """Merged weights before any update, then gradients and weights after some."""
+    network = PolicyModel(add_lora(build_meta_model(folder), rank=4, alpha=8.0))
+    backend = make(strategy, network, weights=folder, adapter=adapter)
+    return as_numpy(backend.named_weights()), *train(backend)
 
 
 def norms(backend: TorchBackend) -> tuple[float, float, str, dict[str, np.ndarray]]:

@@ -18,11 +18,9 @@ VLLM = f"{R}.name=vllm"
 # What is set, last the key that is refused; words of the message: reason and fix.
 REFUSED: list[tuple[tuple[str, ...], str]] = [
     (("trainer.device=npu",), "use cuda, cpu or auto"),
-    ((f"{M}.lora_adapter_path=/a",), "merge the adapter"),
     ((f"{M}.hf_config_path=/a",), f"{M}.override_config"),
     ((f"{M}.lora_rank=8", f"{A}.fp8_recipe=rowwise"), "use null"),
     ((f"{A}.strategy=megatron", f"{A}.fp8_recipe=rowwise"), "override_transformer_config.fp8"),
-    (("critic.model.lora_rank=8",), "trained whole"),
     ((f"{R}.mode=server",), "use sync"),
     ((f"{R}.quantization=fp8",), "use null"),
     ((f"{R}.name=sglang", f"{R}.quantization=fp8"), "use null"),
@@ -59,7 +57,7 @@ def test_everything_that_cannot_be_run_is_listed_at_once() -> None:
 
 
 def test_roles_that_do_not_run_are_not_asked() -> None:
-    overrides = ["algorithm.adv_estimator=grpo", "critic.model.lora_rank=8"]
+    overrides = ["algorithm.adv_estimator=grpo", "critic.model.hf_config_path=/a"]
     assert unsupported_in_runs(load_config(overrides=overrides).config) == []
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     GPT2Config,
     GPT2LMHeadModel,
     JambaConfig,
@@ -22,6 +25,7 @@ from dovetail.models.errors import ModelError
 from dovetail.models.load import build_meta_model, materialize
 from dovetail.models.lora import adapter_disabled, add_lora, has_lora, is_lora_name, merged_weights
 from dovetail.models.policy import PolicyModel
+from dovetail.models.value import RewardModel
 from dovetail.models.weights import load_weights
 from dovetail.weight_sync import LoraAdapter, write_peft_folder
 from tests.models.tiny import ragged_batch, run_model, save_tiny_model, tiny_model
@@ -136,6 +140,87 @@ def test_peft_adapts_the_modules_that_an_exported_adapter_has_and_no_others(
         atol=1e-6,
         rtol=1e-6,
     )
+
+
+def _continued(model: Path, adapter: Path, *, head: bool = False, **targets: Any) -> PolicyModel | RewardModel:
+    """A network on the meta device with the adapters that a run would put in, filled from both folders."""
+    hf_model = build_meta_model(model, "reward" if head else "policy")
+    add_lora(hf_model, **{"rank": 4, "alpha": 8, "target_modules": ["q_proj", "down_proj"]} | targets)
+    network = RewardModel(hf_model) if head else PolicyModel(hf_model)
+    materialize(network, "cpu")
+    load_weights(network, model, adapter=adapter)
+    return network
+
+
+def _save_with_peft(model: Any, folder: Path, **settings: Any) -> PeftModel:
+    """A trained adapter: B is not zero."""
+    torch.manual_seed(3)
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], **settings)
+    adapted = get_peft_model(model, config).eval()
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if parameter.requires_grad:
+                parameter.normal_(0.0, 0.1 if "lora_" in name else 1.0)
+    adapted.save_pretrained(str(folder))
+    return adapted
+
+
+def test_an_adapter_that_peft_has_written_is_continued(tmp_path: Path) -> None:
+    """Loaded, it gives peft's own log-probs and those of peft's merged model; it trains, and exports what was read."""
+    save_tiny_model("qwen2", tmp_path / "model")
+    theirs = _save_with_peft(tiny_model("qwen2"), tmp_path / "adapter")
+    batch = ragged_batch([5, 8])
+    policy = _continued(tmp_path / "model", tmp_path / "adapter")
+    ours = run_model(policy, **batch).log_probs
+    close = {"atol": 1e-5, "rtol": 1e-5}
+    torch.testing.assert_close(ours, run_model(PolicyModel(theirs.get_base_model()), **batch).log_probs, **close)
+    with adapter_disabled(policy):
+        base = run_model(policy, **batch).log_probs
+    torch.testing.assert_close(base, run_model(PolicyModel(tiny_model("qwen2")), **batch).log_probs, **close)
+    assert (ours - base).abs().max() > 1e-2
+    assert {n for n, p in policy.named_parameters() if p.requires_grad} == {
+        n for n, _ in policy.named_parameters() if is_lora_name(n)
+    }
+    lora = {n.removeprefix(HF_PREFIX): p for n, p in policy.named_parameters() if is_lora_name(n)}
+    named = ((name.replace(".default.", "."), tensor) for name, tensor in lora.items())
+    write_peft_folder(LoraAdapter(4, 8, named), tmp_path / "again")
+    first, again = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("adapter", "again"))
+    assert first.keys() == again.keys()
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    merged: Any = theirs.merge_and_unload()
+    torch.testing.assert_close(ours, run_model(PolicyModel(merged), **batch).log_probs, **close)
+
+
+def test_a_scalar_head_that_peft_trained_beside_the_adapter_is_read_with_it(tmp_path: Path) -> None:
+    save_tiny_model("qwen2", tmp_path / "model")
+    classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model", num_labels=1)
+    theirs = _save_with_peft(classifier, tmp_path / "adapter", task_type="SEQ_CLS")
+    network = _continued(tmp_path / "model", tmp_path / "adapter", head=True)
+    stored = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert torch.equal(network.hf_model.score.weight, stored["base_model.model.score.weight"])
+    ids = torch.arange(3, 12)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(network.hf_model(ids).logits, theirs(ids).logits, atol=1e-5, rtol=1e-5)
+    with pytest.raises(ModelError, match=r"score.weight has no place in this model"):
+        _continued(tmp_path / "model", tmp_path / "adapter")
+
+
+@pytest.mark.parametrize(
+    ("targets", "sizes", "says"),
+    [
+        ({"target_modules": ["q_proj"]}, {}, r"mlp\.down_proj\.lora_A\.weight has no place.*adapter of another model"),
+        ({"target_modules": ["q_proj", "o_proj", "down_proj"]}, {}, r"no weights for .*o_proj.*take target_modules"),
+        ({}, {"intermediate_size": 96}, r"down_proj.lora_A.* has shape \(4, \d+\) on disk and \(4, "),
+        ({}, {"num_hidden_layers": 1}, r"layers\.1\..* has no place"),
+        ({"rank": 8}, {}, r"has shape \(4, 160\) on disk and \(8, 160\)"),
+    ],
+    ids=["too few modules", "too many", "a wider model", "fewer layers", "another rank"],
+)
+def test_an_adapter_that_does_not_fit_is_refused(targets: dict, sizes: dict, says: str, tmp_path: Path) -> None:
+    save_tiny_model("qwen2", tmp_path / "model", **sizes)
+    _save_with_peft(tiny_model("qwen2"), tmp_path / "adapter")
+    with pytest.raises(ModelError, match=says):
+        _continued(tmp_path / "model", tmp_path / "adapter", **targets)
 
 
 _DENSE_AND_SPARSE = {"mlp_only_layers": [0], "num_hidden_layers": 2}

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from dovetail.models.load import build_meta_model
+from dovetail.models.lora import add_lora, is_lora_name
 from dovetail.rollout.base import EngineError, GenerationRequest, SamplingParams, WeightUpdateError
 from dovetail.rollout.vllm import VLLMEngine
 from dovetail.trainer.groups import create_groups
-from dovetail.weight_sync import LoraAdapter
+from dovetail.weight_sync import LoraAdapter, write_peft_folder
 from dovetail.workers.actor_rollout_ref import ActorRolloutRefWorker
 from tests.rollout_vllm.conftest import small_settings
 from tests.trainer.test_separate_engines import prompts
@@ -22,8 +24,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("vllm")]
 R, M = "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 
 
-def worker_of(folder: Path, *, merge: bool) -> ActorRolloutRefWorker:
-    """A policy with adapters of rank 4 after one update, in this process."""
+def worker_of(folder: Path, *, merge: bool, adapter: Path) -> ActorRolloutRefWorker:
+    """A policy with the adapters of a folder, of rank 4, in this process."""
     config = run_config(
         folder,
         {
@@ -33,6 +35,7 @@ def worker_of(folder: Path, *, merge: bool) -> ActorRolloutRefWorker:
             f"{M}.lora_rank": 4,
             f"{M}.lora_alpha": 12,
             f"{M}.lora_merge": merge,
+            f"{M}.lora_adapter_path": str(adapter),
             f"{R}.name": "vllm",
             f"{R}.max_num_seqs": 16,
             f"{R}.verify_weights": True,
@@ -51,9 +54,23 @@ def train_step(worker: ActorRolloutRefWorker) -> None:
     worker.update_actor(with_old_log_probs(batch, worker.compute_log_prob(batch).tensors["old_log_probs"]))
 
 
-def test_an_adapter_gives_what_merged_weights_give_after_every_step(folders: dict[str, Path]) -> None:
-    merged, apart = (worker_of(folders["llama"], merge=merge) for merge in (True, False))
+def save_adapter(model: Path, folder: Path) -> Path:
+    """One that has learned something, for every linear layer."""
+    shapes = add_lora(build_meta_model(model), rank=4, alpha=12).named_parameters()
+    lora = ((name.replace(".default.", "."), tensor.shape) for name, tensor in shapes if is_lora_name(name))
+    torch.manual_seed(2)
+    write_peft_folder(LoraAdapter(4, 12, [(name, torch.randn(shape) * 0.05) for name, shape in lora]), folder)
+    return folder
+
+
+def test_an_adapter_gives_what_merged_weights_give_before_and_after_every_step(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    adapter = save_adapter(folders["llama"], tmp_path / "adapter")
+    merged, apart = (worker_of(folders["llama"], merge=merge, adapter=adapter) for merge in (True, False))
     before = apart.generate_sequences(prompts()).tensors
+    assert torch.equal(before["responses"], merged.generate_sequences(prompts()).tensors["responses"])
+    assert apart.check_parity().mean_abs_diff <= 1e-5
     for _ in range(2):
         train_step(merged)
         train_step(apart)

@@ -105,7 +105,7 @@ def test_the_size_of_validation_batches_does_not_change_ktos_validation(toy: Toy
     assert {name: by_three[name] for name in validation} == pytest.approx(validation, rel=1e-5)
 
 
-def test_with_lora_the_reference_is_the_model_without_adapters(toy: Toy, pairs: Path, tmp_path: Path) -> None:
+def test_with_fresh_adapters_the_reference_is_the_model(toy: Toy, pairs: Path, tmp_path: Path) -> None:
     rank = {"actor_rollout_ref.model.lora_rank": 4}
     changes = keys(pairs, trainer__total_training_steps=2)
     full, _ = train(toy.config(tmp_path / "full", changes))
@@ -266,7 +266,11 @@ def test_a_reward_model_of_adapters_trains_its_head_too_and_is_exported_whole(
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"trainer.method": "rl", "algorithm.adv_estimator": "gae", "critic.model.lora_rank": 4}, "is trained whole"),
+        (
+            {"trainer.method": "rl", "algorithm.adv_estimator": "gae", "critic.model.lora_rank": 4}
+            | {"critic.strategy": "megatron"},
+            "use critic.strategy=fsdp2",
+        ),
         ({**REWARD, "critic.model.lora_rank": 4, "critic.strategy": "megatron"}, "use critic.strategy=fsdp2"),
         ({"actor_rollout_ref.model.lora_rank": 4, f"{A}.strategy": "megatron"}, f"use {A}.strategy=fsdp2"),
     ],

@@ -18,7 +18,7 @@ def _policy(run: Examined) -> Findings:
     elif model.uses_lora and actor.optim.lr < LOW_ADAPTER_LR:
         lr = actor.optim.lr
         yield run.warning(f"@actor.optim.lr={lr:g} is for full weights, <model.lora_rank> trains adapters; try 3e-5.")
-    if run.trainer.method == "reward" and critic.model.uses_lora and critic.strategy == "megatron":
+    if run.config.uses_critic and critic.model.uses_lora and critic.strategy == "megatron":
         yield run.error(f"<critic.model.lora_rank> with <critic.strategy>: {why}; use @critic.strategy=fsdp2.")
     if actor.use_dynamic_bsz and not model.use_remove_padding:
         yield run.warning(

@@ -151,7 +151,7 @@ def _role_memory(
     precision = _megatron_precision(megatron, optim) if megatron else _fsdp_precision(fsdp, optim, layout)
     trainable, checkpointing = 0.0, False
     if optim is not None and model is not None:
-        trainable = lora_share(shape, model.lora_rank) if model.lora_rank else 1.0
+        trainable = lora_share(shape, model.lora_rank) if model.uses_lora else 1.0
         checkpointing = model.enable_gradient_checkpointing
         if megatron:  # its own option goes before the model's
             default = "full" if checkpointing else ""
