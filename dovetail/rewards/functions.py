@@ -90,7 +90,8 @@ def call_function(function: Callable[..., Any], arguments: Mapping[str, Any], lo
 
 def is_coroutine_function(function: Callable[..., Any]) -> bool:
     """Whether a function as `load_function` gives it, or an object that is called, is `async def`."""
-    original = inspect.unwrap(function)
+    # Not `inspect.unwrap`: a decorator of the user's may have made a plain function of an async one.
+    original = getattr(function, "adapted_from", function)
     return inspect.iscoroutinefunction(original) or inspect.iscoroutinefunction(type(original).__call__)
 
 

@@ -78,7 +78,7 @@ def adapt_function(
 
 
 def _around(function: Callable[..., Any], adapted: Any) -> Callable[..., Any]:
-    adapted.__wrapped__ = function  # `inspect.unwrap` finds the user's function, which may be `async`
+    adapted.adapted_from = function
     return adapted
 
 

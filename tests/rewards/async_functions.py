@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import time
 from typing import Any
@@ -62,6 +63,19 @@ class Judge:
 
 
 instance = Judge()
+
+
+def _waits(function: Any) -> Any:
+    """A decorator that makes a plain function of an async one."""
+
+    @functools.wraps(function)
+    def plain(*args: Any, **kwargs: Any) -> Any:
+        return asyncio.run(function(*args, **kwargs))
+
+    return plain
+
+
+decorated = _waits(by_name)
 
 
 async def batch(data_sources: Any, solution_strs: Any, ground_truths: Any, extra_infos: Any) -> list[float]:

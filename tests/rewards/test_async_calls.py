@@ -102,11 +102,12 @@ def test_a_call_that_is_given_up_costs_no_other(make: Callable[..., KillablePool
         ([spec("by_name")], {}, 8),
         ([spec("instance")], {}, 8),
         ([spec("judge"), spec("by_name")], {}, 8),
+        ([spec("decorated")], {}, 1),
         ([spec("judge"), scoring_functions.spec_of(scoring_functions.length)], {}, 1),
         ([scoring_functions.spec_of(scoring_functions.length)], {}, 1),
         ([spec("batch")], {"is_batch": True}, 1),
     ],
-    ids=["by name", "object", "several", "one is plain", "plain", "batch"],
+    ids=["by name", "object", "several", "made plain", "one is plain", "plain", "batch"],
 )
 def test_what_blocks_or_takes_a_batch_has_a_process_to_itself(
     specs: list[FunctionSpec], options: Mapping[str, Any], each: int
