@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
+from dovetail.agents.thinking import THINKING_TAG, LostThinkingError, Prompt, lost_part, split_answer, written_after
 from dovetail.agents.types import Message
 
 Property = Literal["prefix", "generation_prompt", "independence", "closing", "boundary", "accepted"]
@@ -29,7 +30,6 @@ MEANING: dict[Property, str] = {
 }
 # A noncharacter, which no text should hold: stands in rendered text where an encoding has to be cut.
 _CUT = "\ufdd0"
-_REASONING = ("reasoning_content", "reasoning", "thinking")
 _PROBES = ("zebra", "quartz")
 _PARAMETERS = {"type": "object", "properties": {"word": {"type": "string"}}, "required": ["word"]}
 _TOOL = {"type": "function", "function": {"name": "look_up", "description": "Look up.", "parameters": _PARAMETERS}}
@@ -50,8 +50,9 @@ class Rewrite:
 
 
 class Tail(NamedTuple):
-    """What follows an answer: its stop token, the new messages and the next generation prompt."""
+    """What follows an answer: its stop token, the new messages and the next generation prompt; `body` comes before."""
 
+    body: str
     text: str
     ids: list[int]
 
@@ -166,12 +167,15 @@ class ChatRenderer:
         closed: bool,
         tools: Sequence[Mapping[str, Any]] | None = None,
         stop_id: int | None = None,
+        written: Sequence[int] | None = None,
         rendered: Rendered | None = None,
     ) -> list[int] | None:
         """The ids between the model's last token and its next turn; None where the template rewrites history.
 
         `messages` ends with the model's answer, `new` follows it. `closed`: the model wrote its stop token (`stop_id`,
-        where it has several); an answer that was cut is closed here. Ids of the answer itself are not needed.
+        where it has several); an answer that was cut is closed here. `written`: the answer as it came from `answer`;
+        None, too, where the history shows it otherwise (without Qwen3's empty thinking). Ids that were sampled are not
+        needed.
         With `rendered`, the prompt of that answer is not rendered a second time. It changes no id.
         """
         tail = self._tail(messages, new, tools, rendered or Rendered())
@@ -179,32 +183,55 @@ class ChatRenderer:
             return None
         if not closed:
             return tail.ids
+        if written is not None:
+            stop_id = written[-1]
+            if self._encode(tail.body) != list(written[:-1]):
+                return None
         return tail.ids[1:] if stop_id is None or stop_id == tail.ids[0] else None
 
     def answer(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> list[int]:
         """Ids that a model should write for the last message after `start` of the others, its stop token included.
 
-        As the template writes them; where it writes something else than the generation prompt before the answer, the
-        answer's own text.
+        As the template writes them, with what it leaves out of the history: the thinking that the prompt has opened.
+        Where the template writes something else before the answer than in the prompt, the answer's own text.
         """
         assert messages[-1]["role"] == "assistant", "the last message is the model's answer"
-        prepared = [self._prepared(message) for message in messages]
-        prompt = self._render_prepared(prepared[:-1], tools, generation=True)
-        full = self._render_prepared(prepared, tools, generation=False)
-        content = prepared[-1]["content"] if isinstance(prepared[-1]["content"], str) else ""
-        stop = self._stops[-1 if "tool_calls" in prepared[-1] else 0] if self._stops else ""
-        if not full.startswith(prompt):
-            if "tool_calls" in prepared[-1] or not content:
-                raise ChatTemplateError(f"the template rewrites the prompt of an answer: {_difference(prompt, full)}")
-            return self._encode(content + stop)
-        rest, text = full[len(prompt) :], content.strip()
+        *asked, answer = (self._prepared(message) for message in messages)
+        try:
+            prompt = self._prompt(asked, tools)
+            parts = split_answer(answer, prompt.generation)
+            full = self._render_prepared([*asked, answer], tools, generation=False)
+            rest = written_after(prompt, full, answer)
+            if rest is None:
+                # A template that rewrites earlier messages still writes this one as it would after any question.
+                question = self._prompt([_user("hi")], tools)
+                if question.generation == prompt.generation:
+                    again = self._render_prepared([_user("hi"), answer], tools, generation=False)
+                    rest = written_after(question, again, answer)
+        except LostThinkingError as error:
+            raise ChatTemplateError(str(error)) from error
+        said = parts.said.strip()
+        stop = self._stops[-1 if "tool_calls" in answer else 0] if self._stops else ""
+        if rest is None:
+            if "tool_calls" in answer or parts.has_thinking or not said:
+                raise ChatTemplateError(
+                    f"the template rewrites the prompt of an answer: {_difference(prompt.text, full)}"
+                )
+            return self._encode(answer["content"] + stop)
         # Up to the last stop token: the text may be a part of one, as "end" is.
         last = max((rest.rfind(token) for token in self._stops), default=-1)
-        end = rest if last < 0 or text not in rest[:last] else rest[:last]
-        after = end.rfind(text) + len(text) if text in end and text else 0
+        end = rest if last < 0 or said not in rest[:last] else rest[:last]
+        after = end.rfind(said) + len(said) if said in end and said else 0
         ends = [end + len(token) for token in self._stops if (end := rest.find(token, after)) >= 0]
         # Some families end an answer with what begins the next message, which is not there yet.
         return self._encode(rest[: min(ends)] if ends else rest + stop)
+
+    def _prompt(self, messages: list[Message], tools: Sequence[Mapping[str, Any]] | None) -> Prompt:
+        text = self._render_prepared(messages, tools, generation=True)
+        if THINKING_TAG.search(text) is None:
+            return Prompt(text, "")
+        bare = self._render_prepared(messages, tools, generation=False)
+        return Prompt(text, text[len(bare) :] if text.startswith(bare) else "")
 
     def tokens_before(self, ids: Sequence[int], texts: Sequence[str]) -> int:
         """How many ids can be kept so that none of the texts begins in them."""
@@ -280,12 +307,12 @@ class ChatRenderer:
         lead = body.partition(content)[0] if content and content in body else ""
         if lead.strip() and self._markup.search(lead) is None:
             return Rewrite("generation_prompt", f"{lead!r} stands before the answer, but not in the prompt for it")
-        if (lost := _lost(answer, body)) is not None:
+        if (lost := lost_part(answer, body)) is not None:
             return Rewrite("independence", f"{lost!r} was sampled; the history has {body!r}")
         ids = self._encode(tail)
         if ids[0] != self.tokenizer.convert_tokens_to_ids(stop):
             return Rewrite("boundary", f"{tail!r} does not begin with the id of one special token")
-        return Tail(tail, ids)
+        return Tail(body, tail, ids)
 
     def _find_stops(self) -> tuple[str, ...]:
         """The special tokens that end an answer: with text, and with calls."""
@@ -355,7 +382,8 @@ class ChatRenderer:
         content = message.setdefault("content", "")
         is_answer = message["role"] == "assistant"
         if is_answer and self._splits_thinking and isinstance(content, str) and "</think>" in content:
-            thinking, _, message["content"] = content.partition("</think>")
+            thinking, _, said = content.partition("</think>")
+            message["content"] = said.lstrip("\n")
             message["thinking"] = thinking.removeprefix("<think>").strip()
         if calls := message.pop("tool_calls", None):
             calls = [_with_arguments(call) for call in calls]
@@ -417,21 +445,6 @@ def _with_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
 def _hermes(function: Mapping[str, Any]) -> str:
     call = {"name": function["name"], "arguments": function.get("arguments")}
     return f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>"
-
-
-def _lost(answer: Message, body: str) -> str | None:
-    """A part of the answer that the history does not show. Templates may trim and wrap; spaces do not count."""
-    parts = [answer[key] for key in _REASONING if answer.get(key)][:1]
-    parts += [answer["content"]] if isinstance(answer["content"], str) else []
-    parts += [call["function"]["name"] for call in answer.get("tool_calls", ())]
-    squashed, position = "".join(body.split()), 0
-    for part in parts:
-        wanted = "".join(part.split())
-        position = squashed.find(wanted, position)
-        if position < 0:
-            return part
-        position += len(wanted)
-    return None
 
 
 def _common_prefix(first: str, second: str) -> str:

@@ -85,6 +85,9 @@ class RewardModelConfig(Section):
     max_resp_len: int | None = key(None, "Length at which the penalty is full. Null: the longest response.", ge=1)
     overlong_buffer: OverlongBufferConfig = section(OverlongBufferConfig)
     num_workers: int = key(2, "Processes that score responses, on each node.", ge=1)
+    async_calls: int = key(
+        16, "Calls at a time in each of them, where every reward function is `async def` and scores one response.", ge=1
+    )
     score_on: Literal["every_node", "driver_node"] = key(
         "every_node", "Where they run on a Ray cluster: on all its nodes, or on the driver's alone."
     )

@@ -135,13 +135,14 @@ def conversation_rows(renderer: Renderer, messages: Messages, tools: Any = None)
     mask: list[int] = []
     before: int | None = None
     """The answer before this one."""
+    own: list[int] = []
     for turn in turns:
         between = None
         if before is not None:
             # Two answers in a row: what follows the first is not known without a message between them.
             observed = messages[before + 1 : turn]
             if observed:
-                between = renderer.extend(messages[: before + 1], observed, closed=True, tools=tools, stop_id=ids[-1])
+                between = renderer.extend(messages[: before + 1], observed, closed=True, tools=tools, written=own)
         if between is None:
             if ids:
                 yield TokenRow(ids, mask)

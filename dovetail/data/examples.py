@@ -40,7 +40,7 @@ class Renderer(Protocol):
         *,
         closed: bool,
         tools: Any = None,
-        stop_id: int | None = None,
+        written: Sequence[int] | None = None,
     ) -> list[int] | None: ...
 
 

@@ -194,12 +194,13 @@ def _responses(renderer: Renderer, prompt: Messages, follows: Messages, tools: A
     messages, rest = list(prompt), list(follows)
     while rest:
         messages.append(rest.pop(0))
-        yield renderer.answer(messages, tools), True
+        own = renderer.answer(messages, tools)
+        yield own, True
         end = next((at for at, message in enumerate(rest) if message["role"] == "assistant"), 0)
         if not rest:
             return
         observed, rest = rest[:end], rest[end:]
-        between = renderer.extend(messages, observed, closed=True, tools=tools) if observed else None
+        between = renderer.extend(messages, observed, closed=True, tools=tools, written=own) if observed else None
         if between is None:
             raise DataError(
                 "the chat template rewrites what came before when this response goes on after its first message; give "

@@ -26,13 +26,13 @@ from dovetail.models.errors import ModelError
 from dovetail.models.load import Role, build_meta_model
 from dovetail.models.logits import logit_transform
 from dovetail.models.lora import add_adapters
+from dovetail.models.prediction_layers import is_prediction_layer
 from dovetail.models.weights import lacks_head, load_weights, unread_tensors
 
-# Heads of other roles, buffers that older releases saved, and layers that only predict further tokens.
+# Heads of other roles, and buffers that older releases saved.
 _MAY_BE_LEFT_OUT = re.compile(
-    r"^(lm_head|score|classifier|v_head)\.|(^|\.)mtp(\.|$)|\.(inv_freq|position_ids|masked_bias)$|\.attn\.bias$"
+    r"^(lm_head|score|classifier|v_head)\.|\.(inv_freq|position_ids|masked_bias)$|\.attn\.bias$"
 )
-_LAYER = re.compile(r"(^|\.)layers\.(\d+)\.")
 
 
 def check_model_folder(
@@ -96,7 +96,4 @@ def _may_be_left_out(name: str, model: PreTrainedModel) -> bool:
     ignored: Iterable[str] = model._keys_to_ignore_on_load_unexpected or ()
     if _MAY_BE_LEFT_OUT.search(name) or any(re.search(pattern, name) for pattern in ignored):
         return True
-    config = model.config.get_text_config()
-    extra = getattr(config, "num_nextn_predict_layers", 0) or 0
-    layer = _LAYER.search(name)
-    return bool(layer and 0 <= int(layer[2]) - config.num_hidden_layers < extra)
+    return is_prediction_layer(name, model.config)

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dovetail.models.longrope import as_in_folder
+from dovetail.models.prediction_layers import PredictionLayers
 from dovetail.models.stop_ids import GENERATION_CONFIG, add_stop_ids
 from dovetail.observability.disk import make_readable
 
@@ -46,15 +47,17 @@ def save_hf_folder(
     """Save `(name on disk, full tensor)` pairs, the config and the tokenizer or processor; replaces `out`.
 
     From `source`, the folder the model was read from, comes what training does not change: the tokens that end an
-    answer, how pictures are read. `stop_ids` end an answer beside these. Names on disk come from
-    `to_checkpoint_tensors`. A reader never sees half a folder: it is written beside `out` and renamed.
+    answer, how pictures are read, layers that predict further tokens. `stop_ids` end an answer beside these. Names on
+    disk come from `to_checkpoint_tensors`. A reader never sees half a folder: it is written beside `out` and renamed.
     """
     out = Path(out).expanduser()
     out.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     try:
-        written = _write_shards(weights, work, dtype, max_shard_bytes)
+        further = PredictionLayers(source)
+        written = _write_shards(further.after(iter(weights), config), work, dtype, max_shard_bytes)
         described = copy.deepcopy(config)
+        further.describe(described)
         as_in_folder(described)
         described.dtype = written or config.dtype  # readers cast the weights to what it says
         described.save_pretrained(work)

@@ -53,6 +53,7 @@ def build_reward_runner(
         timeout_seconds=section.timeout if own_timeout and section.timeout else section.timeout_seconds,
         timeout_key="reward_model.timeout" if own_timeout else "reward_model.timeout_seconds",
         limits=_rate_limits(config) if limited else None,
+        async_calls=section.async_calls,
         max_failed_share=float(options.get("max_failed_share", section.max_failed_share)),
         rule_weight=float(options.get("rule_weight", 1.0)),
         rm_weight=float(options.get("rm_weight", 1.0)),

@@ -109,13 +109,20 @@ class ScoringDispatcher:
     """`submit` never blocks. A future gives what the pool gives: columns, or a `Failure`."""
 
     def __init__(
-        self, pool: Pool, *, num_workers: int, timeout_seconds: float, limits: RateLimits | None = None
+        self,
+        pool: Pool,
+        *,
+        num_workers: int,
+        timeout_seconds: float,
+        limits: RateLimits | None = None,
+        calls_each: int = 1,
     ) -> None:
+        """`calls_each`: calls that a process takes at a time."""
         self._limiter = RateLimiter(limits or RateLimits())
         # One call more than processes keeps them busy; a rate limit counts starts, so nothing may wait in a pool.
         self._ahead = 1 if limits is None else 0
-        self._timeout = timeout_seconds
-        self._targets = [_Target("this node", pool, num_workers + self._ahead)]
+        self._timeout, self._calls_each = timeout_seconds, calls_each
+        self._targets = [_Target("this node", pool, num_workers * calls_each + self._ahead)]
         self._queue: collections.deque[_Task] = collections.deque()
         self._changed = threading.Condition()
         self._closing = False
@@ -123,12 +130,12 @@ class ScoringDispatcher:
         self._thread.start()
 
     @property
-    def num_processes(self) -> int:
+    def calls_at_a_time(self) -> int:
         return sum(target.slots - self._ahead for target in self._targets)
 
     def add(self, name: str, pool: Pool, num_workers: int) -> None:
         """Score on one more node. Starting a replacement and two calls is the longest a call may take there."""
-        target = _Target(name, pool, num_workers + self._ahead, 2 * (self._timeout + START_SECONDS))
+        target = _Target(name, pool, num_workers * self._calls_each + self._ahead, 2 * (self._timeout + START_SECONDS))
         with self._changed:
             self._targets.append(target)
             self._changed.notify()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import math
+import struct
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -17,6 +18,9 @@ from dovetail.config.user_code import load_user_object
 from dovetail.rewards.decoding import DecoderSource
 from dovetail.rewards.errors import RewardError
 from dovetail.rewards.signatures import ARGUMENTS, BATCH_ARGUMENTS, MissingColumnError, adapt_function
+
+NUMBER = struct.Struct("<Q")
+"""Before every message to and from a scoring process: of which call it is."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,9 @@ class StartMessage:
     decoder: DecoderSource | None = None
     columns: tuple[str, ...] | None = None
     """Of the rows, which a function may ask for by name; None: not known."""
+    async_calls: int = 1
+    timeout_seconds: float = 300.0
+    """Of each call where several run at a time; else the driver keeps time."""
 
     @property
     def arguments(self) -> tuple[str, ...]:
@@ -79,6 +86,13 @@ def call_function(function: Callable[..., Any], arguments: Mapping[str, Any], lo
     """Call a plain or an async function and wait for what it returns."""
     result = function(**arguments)
     return loop.run_until_complete(_await(result)) if inspect.isawaitable(result) else result
+
+
+def is_coroutine_function(function: Callable[..., Any]) -> bool:
+    """Whether a function as `load_function` gives it, or an object that is called, is `async def`."""
+    # Not `inspect.unwrap`: a decorator of the user's may have made a plain function of an async one.
+    original = getattr(function, "adapted_from", function)
+    return inspect.iscoroutinefunction(original) or inspect.iscoroutinefunction(type(original).__call__)
 
 
 def read_result(result: Any) -> dict[str, Any]:

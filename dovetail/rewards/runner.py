@@ -79,6 +79,7 @@ class RewardRunner:
         limits: RateLimits | None = None,
         timeout_key: str = "reward_model.timeout_seconds",
         columns: tuple[str, ...] | None = None,
+        async_calls: int = 1,
     ) -> None:
         if not 0.0 <= max_failed_share < 1.0:
             raise ValueError(f"max_failed_share={max_failed_share} must be at least 0 and below 1.")
@@ -102,10 +103,13 @@ class RewardRunner:
             "decoder": self._decoder,
             "columns": columns,
             "timeout_key": timeout_key,
+            "async_calls": async_calls,
         }
         if self._specs:
+            pool = KillablePool(**self._pool_options)
             self._pool = ScoringDispatcher(
-                KillablePool(**self._pool_options),
+                pool,
+                calls_each=pool.calls_each,
                 num_workers=num_workers,
                 timeout_seconds=timeout_seconds,
                 limits=limits,
@@ -265,7 +269,7 @@ class PendingRewards:
                 continue
             failures[rows[future]] = outcome
             lost = len(failures) > share * len(rows)
-            hangs = _all_hang(rows, pool.num_processes)
+            hangs = _all_hang(rows, pool.calls_at_a_time)
             if num_ended < len(rows) and (lost or hangs):
                 pool.cancel(rows)
                 why = f"; given up after {num_ended}" + ("" if lost else ", none of which was scored")
@@ -298,11 +302,11 @@ def _spread_groups(uids: Iterable[Any]) -> list[int]:
     return [row for _, row in sorted(turns)]
 
 
-def _all_hang(futures: Iterable[Future[Any]], num_processes: int) -> bool:
-    """Whether each process has run into the time limit about twice, and nothing else has happened so far."""
+def _all_hang(futures: Iterable[Future[Any]], calls_at_a_time: int) -> bool:
+    """Whether about twice as many calls as run at a time have hit the time limit, and nothing else has happened."""
     ended = [future.result() for future in futures if future.done()]
     hung = all(isinstance(outcome, Failure) and outcome.kind == "timeout" for outcome in ended)
-    return hung and len(ended) >= max(4, 2 * num_processes)
+    return hung and len(ended) >= max(4, 2 * calls_at_a_time)
 
 
 def _spread(values: list[Any], rows: int, is_batch: bool, known: Mapping[int, Outcome]) -> list[Outcome]:

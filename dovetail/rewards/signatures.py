@@ -65,7 +65,7 @@ def adapt_function(
         is_batch = tuple(arguments) == BATCH_ARGUMENTS
         if "completions" in names:
             _refuse_missing(signature, [*_GIVEN, "prompts", "completions", *kwargs], columns)
-            return _with_lists(function, signature) if is_batch else _with_lists_of_one(function, signature)
+            return _around(function, (_with_lists if is_batch else _with_lists_of_one)(function, signature))
         if is_batch or {*_RESPONSE, _FINAL}.isdisjoint(names):
             raise TypeError(
                 f"{error}. A reward function takes ({', '.join(arguments)}, **kwargs)"
@@ -73,8 +73,13 @@ def adapt_function(
                 + ", or lists as TRL gives them (completions, **kwargs)."
             ) from None
         _refuse_missing(signature, [*_GIVEN, "extra_info", *_RESPONSE, _FINAL, *kwargs], columns)
-        return _by_name(function, signature)
+        return _around(function, _by_name(function, signature))
     return function
+
+
+def _around(function: Callable[..., Any], adapted: Any) -> Callable[..., Any]:
+    adapted.adapted_from = function
+    return adapted
 
 
 def _by_name(function: Callable[..., Any], signature: inspect.Signature) -> Callable[..., Any]:

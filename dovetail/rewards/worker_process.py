@@ -1,4 +1,5 @@
 """The program of one scoring process: reads calls from a socket, runs one at a time, sends back what came out.
+Coroutine functions run side by side, where the driver sends several calls.
 
 Started as `python -m dovetail.rewards.worker_process <socket> <file with the start message>` by
 `dovetail.rewards.pool`. When the other end goes away it kills itself with everything it started, even in the middle of
@@ -24,11 +25,13 @@ from dovetail.rewards import decoding, functions, signatures
 from dovetail.rewards.decoding import TokenIds, decode_call, with_texts
 from dovetail.rewards.errors import RewardError
 from dovetail.rewards.functions import (
+    NUMBER,
     EventLoop,
     FunctionSpec,
     StartMessage,
     call_function,
     combine_results,
+    is_coroutine_function,
     load_function,
     read_result,
 )
@@ -55,9 +58,13 @@ def main(fd: int, start_file: int) -> None:
     except Exception as error:  # noqa: BLE001  the process boundary: the driver raises it
         # These say all there is to say; other code that fails has a traceback of its own.
         is_plain = isinstance(error, (UserCodeError, RewardError))
-        connection.send(("unusable", str(error)) if is_plain else ("exception", traceback.format_exc()))
+        _send(connection, 0, ("unusable", str(error)) if is_plain else ("exception", traceback.format_exc()))
         return
-    connection.send(("ready", None))
+    if start.async_calls > 1 and not start.is_batch and all(map(is_coroutine_function, loaded)):
+        _send(connection, 0, ("ready", start.async_calls))
+        loop.run_until_complete(_serve_together(connection, loaded, start, decode))
+        return
+    _send(connection, 0, ("ready", 1))
     # A plain function may ask for the current loop. From Python 3.14 on there is none unless somebody has set it, also
     # for one that imports asyncio in its body.
     if "asyncio" in sys.modules or sys.version_info >= (3, 14):
@@ -65,15 +72,76 @@ def main(fd: int, start_file: int) -> None:
     score = _score_batch if start.is_batch else _score_one
     while True:
         try:
-            call = connection.recv()
+            number, call = _receive(connection)
         except (EOFError, OSError):
             return
-        reply = _reply(lambda given: score(loaded, start.specs, given, loop), call, decode)
+        _send(connection, number, _reply(lambda given: score(loaded, start.specs, given, loop), call, decode))
+
+
+async def _serve_together(
+    connection: Connection,
+    functions: Sequence[Callable[..., Any]],
+    start: StartMessage,
+    decode: Callable[[TokenIds], str],
+) -> None:
+    """Until the driver closes the socket. A call that waits for a server lets the others run."""
+    import asyncio
+
+    loop, tasks = asyncio.get_running_loop(), set[asyncio.Task[None]]()
+    closed = loop.create_future()
+
+    async def answer(number: int, call: Mapping[str, Any]) -> None:
+        _send(connection, number, await _reply_in_time(functions, start, call, decode))
+
+    def receive() -> None:
         try:
-            # Not `send`: its pickler passes tensors on as open files, which the driver cannot fetch.
-            connection.send_bytes(pickle.dumps(reply, protocol=5))
-        except (pickle.PicklingError, TypeError, AttributeError) as error:
-            connection.send(("exception", f"the reward function returned what cannot be sent: {error}"))
+            task = loop.create_task(answer(*_receive(connection)))
+        except (EOFError, OSError):
+            loop.remove_reader(connection.fileno())
+            closed.set_result(None)
+            return
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+
+    loop.add_reader(connection.fileno(), receive)
+    await closed
+
+
+async def _reply_in_time(
+    functions: Sequence[Callable[..., Any]],
+    start: StartMessage,
+    call: Mapping[str, Any],
+    decode: Callable[[TokenIds], str],
+) -> Reply:
+    import asyncio
+
+    limit = asyncio.timeout(start.timeout_seconds)
+    try:
+        decoded, texts = decode_call(call, decode)
+        async with limit:
+            results = [
+                read_result(await function(**{**decoded, **spec.kwargs}))
+                for function, spec in zip(functions, start.specs, strict=True)
+            ]
+        return "result", with_texts(combine_results(results, start.specs), texts)
+    except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001  as in `_reply`; nobody else cancels a call
+        if limit.expired():
+            return "timeout", None
+        return "exception", _users_part(error) + _lacking_truth(error, call)
+
+
+def _receive(connection: Connection) -> tuple[int, Mapping[str, Any]]:
+    message = connection.recv_bytes()
+    return NUMBER.unpack_from(message)[0], pickle.loads(memoryview(message)[NUMBER.size :])
+
+
+def _send(connection: Connection, number: int, reply: Reply) -> None:
+    try:
+        # Not `send`: its pickler passes tensors on as open files, which the driver cannot fetch.
+        message = pickle.dumps(reply, protocol=5)
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        message = pickle.dumps(("exception", f"the reward function returned what cannot be sent: {error}"))
+    connection.send_bytes(NUMBER.pack(number) + message)
 
 
 def _read_whole(file: int) -> bytes:
@@ -96,7 +164,7 @@ def _reply(
         return "exception", _users_part(error) + _lacking_truth(error, call)
 
 
-def _users_part(error: Exception) -> str:
+def _users_part(error: BaseException) -> str:
     """The traceback without the frames that lead to the reward function; without any, what we refuse in words."""
     frame = error.__traceback__
     while frame is not None and frame.tb_frame.f_code.co_filename in _LEADING:
@@ -106,7 +174,7 @@ def _users_part(error: Exception) -> str:
     return "".join(traceback.format_exception(error.with_traceback(frame)))
 
 
-def _lacking_truth(error: Exception, call: Mapping[str, Any]) -> str:
+def _lacking_truth(error: BaseException, call: Mapping[str, Any]) -> str:
     """Names the likely cause of `ground_truth.strip()` or `float(ground_truth)` failing on None."""
     truths = call.get("ground_truths", [call.get("ground_truth")])
     if isinstance(error, signatures.MissingColumnError):

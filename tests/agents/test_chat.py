@@ -155,7 +155,7 @@ def _texts(family: str) -> st.SearchStrategy[str]:
     return st.lists(st.one_of(special, st.text(max_size=8)), max_size=4).map("".join)
 
 
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "deepseek-r1"])
+@pytest.mark.parametrize("family", FAMILIES)
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_conversations_only_grow_and_special_tokens_in_them_are_text(family: str, data: Any) -> None:
@@ -322,12 +322,16 @@ def test_an_answer_that_is_a_part_of_a_stop_token_ends_as_any_other(family: str)
         assert answer(text) == answer("quartz").replace("quartz", text)
 
 
-@pytest.mark.parametrize("family", ["smollm2", "qwen2.5", "llama3", "gemma", "qwen3"])
+# GLM ends an answer with what begins the next message; Phi writes one more token at the end of all.
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in ("glm", "phi")])
 def test_prompt_and_answer_are_the_templates_own_rendering(family: str) -> None:
     chat, tokenizer = renderer(family), family_tokenizer(family)
     messages = [{"role": "user", "content": "Say it."}, {"role": "assistant", "content": "quartz"}]
     full = tokenizer.apply_chat_template(messages, return_dict=False)
     ids = chat.start(messages[:1]) + chat.answer(messages)
+    if family == "deepseek-r1":  # the prompt opens the thinking, of which the history has none
+        assert tokenizer.decode(ids).replace("<think>\n\n</think>\n\n", "") == tokenizer.decode(full)
+        return
     assert full[: len(ids)] == ids
     assert tokenizer.decode(full[len(ids) :]).strip() == ""
 

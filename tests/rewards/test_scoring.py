@@ -344,7 +344,7 @@ def test_calls_of_a_node_that_is_lost_are_scored_by_the_others() -> None:
     there.wait_for(4)
     there.running[0][1].set_exception(ConnectionError("the node is gone"))
     assert there.closed.wait(30)
-    assert dispatcher.num_processes == 1
+    assert dispatcher.calls_at_a_time == 1
     _score_all(here, futures)
     dispatcher.close()
 
@@ -389,7 +389,7 @@ def test_a_node_that_takes_no_call_loses_none() -> None:
     dispatcher.add("node b", Refusing(), 3)
     futures = [dispatcher.submit({"row": row}) for row in range(6)]
     _score_all(here, futures)
-    assert dispatcher.num_processes == 1
+    assert dispatcher.calls_at_a_time == 1
     dispatcher.close()
 
 

@@ -56,7 +56,7 @@ def main(folder: Path, runtime_env: dict[str, Any]) -> None:
         pending = alone_or_not.submit(batch)
         ray.kill(places[1].pool.actor)  # type: ignore[attr-defined]
         second = pending.result().columns
-        left = alone_or_not._pool.num_processes
+        left = alone_or_not._pool.calls_at_a_time
     stop_ray()
     cluster.shutdown()
     result: dict[str, Any] = {

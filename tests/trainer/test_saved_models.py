@@ -25,9 +25,17 @@ LORA = {"actor_rollout_ref.model.lora_rank": 4, "actor_rollout_ref.actor.optim.l
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three steps with a critic and a reference, validated and saved after each; the export of the last one."""
+    """Three steps with a critic and a reference, validated and saved after each; the export of the last one.
+
+    The model has a layer that predicts a further token, as DeepSeek-V3 and GLM-4.5 have.
+    """
     folder = tmp_path_factory.mktemp("saved")
     toy = make_toy(folder)
+    config, weights = toy.model / "config.json", toy.model / "model.safetensors"
+    described = json.loads(config.read_text())
+    config.write_text(json.dumps(described | {"num_nextn_predict_layers": 1}))
+    further = {f"model.layers.{described['num_hidden_layers']}.eh_proj.weight": torch.ones(3, 5)}
+    save_file(load_file(weights) | further, weights, metadata={"format": "pt"})
     keys = {
         "data.val_files": str(toy.data / "val.parquet"),
         "custom_reward_function.name": "mostly",
@@ -35,6 +43,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "actor_rollout_ref.actor.use_kl_loss": True,
         "trainer.test_freq": 1,
         "trainer.save_freq": 1,
+        "actor_rollout_ref.actor.checkpoint.save_contents": ["model", "optimizer", "extra", "hf_model"],
     }
     train(toy.config(folder / "run", keys))
     assert main(["export", str(folder / "run"), str(folder / "exported")]) == 0
@@ -199,6 +208,19 @@ def test_the_checkpoints_of_a_run_are_listed_with_their_sizes(saved: Path, capsy
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[1] for line in lines] == ["1", "2", "3"]
     assert all("MiB" in line and f"global_step_{number}" in line for number, line in enumerate(lines, 1))
+
+
+def test_both_exports_have_the_layer_that_predicts_a_further_token_as_it_was(saved: Path) -> None:
+    in_checkpoint = saved / "run" / "global_step_3" / "actor" / "huggingface"
+    for folder in (saved / "exported", in_checkpoint):
+        tensors = load_file(folder / "model.safetensors")
+        [name] = [name for name in tensors if "eh_proj" in name]
+        assert torch.equal(tensors[name], torch.ones(3, 5))
+        described = json.loads((folder / "config.json").read_text())
+        assert described["num_nextn_predict_layers"] == 1
+        assert name == f"model.layers.{described['num_hidden_layers']}.eh_proj.weight"
+        _, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+        assert (report["missing_keys"], report["unexpected_keys"]) == (set(), {name})
 
 
 def test_an_exported_adapter_on_its_model_is_the_merged_policy(toy: Toy, tmp_path: Path) -> None:
