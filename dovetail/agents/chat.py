@@ -342,7 +342,8 @@ class ChatRenderer:
             text = self._render([_user("hi"), _calling("", *_PROBES)], None, generation=False)
         except ChatTemplateError:
             return set()
-        return set(self._special.findall(text.partition(_PROBES[0])[2].partition(_PROBES[1])[0]))
+        between, second, _ = text.partition(_PROBES[0])[2].partition(_PROBES[1])
+        return set(self._special.findall(between)) if second else set()  # gpt-oss writes one call only
 
     def _render(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, *, generation: bool

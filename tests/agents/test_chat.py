@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import cache
 from typing import Any
 
@@ -80,6 +81,14 @@ def test_stop_tokens_are_those_that_the_model_writes() -> None:
     assert stops["deepseek-r1"] == ("<\uff5cend▁of▁sentence\uff5c>",)
     assert stops["phi"] == ("<|end|>",)
     assert family_tokenizer("phi").eos_token_id in renderer("phi").stop_token_ids
+
+
+def test_a_template_that_writes_the_first_call_alone_has_the_same_stop_tokens() -> None:
+    tokenizer = copy.deepcopy(family_tokenizer("gpt-oss"))
+    raises = "{{ raise_exception('one call at a time') }}"
+    assert raises in tokenizer.chat_template
+    tokenizer.chat_template = tokenizer.chat_template.replace(raises, "")  # as in OpenAI's own
+    assert ChatRenderer(tokenizer).audit.stop_tokens == ("<|return|>", "<|call|>")
 
 
 def test_the_newline_after_the_stop_token_is_kept() -> None:
