@@ -138,6 +138,10 @@ class ChatRenderer:
             self._writes_calls = False
         self._stops = self._find_stops()
 
+    def with_kwargs(self, **template_kwargs: Any) -> ChatRenderer:
+        """Another renderer of this tokenizer, with these arguments of the template beside its own."""
+        return ChatRenderer(self.tokenizer, self.tools, **(self._kwargs | template_kwargs))
+
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
         """Ids that end an answer: the tokenizer's end of sequence and what the template writes there."""

@@ -20,6 +20,7 @@ from dovetail.data.errors import DataError
 from dovetail.data.examples import TEXT_ALONE, ExampleDataset, Renderer, TooLong, pad_rows
 from dovetail.protocol import DataProto
 
+_PROBE = [{"role": "user", "content": "hi"}]
 COMPLETION = "completion"
 """What TRL calls the response; read where there is no column of `sft.response_key`."""
 
@@ -48,23 +49,19 @@ class ConversationDataset(ExampleDataset[Conversation]):
         self._sft = sft
         self.hides_tools: bool | None = None
         """Whether the chat template leaves out tools without a word; None without rows that have some."""
+        self.ignores_thinking: bool | None = None
+        """Whether `sft.enable_thinking_key` changes no prompt; None without rows that set it."""
+        self._thinking: dict[bool, Renderer] = {}
         super().__init__(*source, **which)
 
     def encode(self, row: Mapping[str, Any]) -> Iterator[Conversation]:
         messages = self._messages(row)
-        if self._renderer is None:
-            rows = [self._plain_text(messages)]
-        else:
-            tools = checked_tools(row.get(self._sft.tools_key))
-            try:
-                if tools and self.hides_tools is None:
-                    probe = [{"role": "user", "content": "hi"}]
-                    self.hides_tools = self._renderer.start(probe, tools) == self._renderer.start(probe)
-                rows = list(conversation_rows(self._renderer, messages, tools))
-            except DataError:
-                raise
-            except ValueError as error:  # ChatTemplateError: says what the template refuses
-                raise DataError(str(error)) from error
+        try:
+            rows = self._token_rows(row, messages)
+        except DataError:
+            raise
+        except ValueError as error:  # ChatTemplateError: says what the template refuses
+            raise DataError(str(error)) from error
         if not any(any(row.mask) for row in rows):
             raise DataError("every message of the assistant has weight 0; one must be trained.")
         kept = tuple(row for row in (self._fitted(row) for row in rows) if any(row.mask))
@@ -78,6 +75,33 @@ class ConversationDataset(ExampleDataset[Conversation]):
     def batch(self, indices: Sequence[int] | np.ndarray) -> DataProto:
         rows = [row for index in indices for row in self._examples[int(index)]]
         return DataProto.from_dict(pad_rows(rows, self._pad_id))
+
+    def _token_rows(self, row: Mapping[str, Any], messages: Messages) -> list[TokenRow]:
+        renderer = self._renderer_of(row)
+        if renderer is None:
+            return [self._plain_text(messages)]
+        tools = checked_tools(row.get(self._sft.tools_key))
+        if tools and self.hides_tools is None:
+            self.hides_tools = renderer.start(_PROBE, tools) == renderer.start(_PROBE)
+        return list(conversation_rows(renderer, messages, tools))
+
+    def _renderer_of(self, row: Mapping[str, Any]) -> Renderer | None:
+        """The one whose template lets the model think, or not, as the row says."""
+        key, thinks = self._sft.enable_thinking_key, row.get(self._sft.enable_thinking_key)
+        if thinks is None:
+            thinks = self._sft.enable_thinking_default
+        if thinks is None:
+            return self._renderer
+        if not isinstance(thinks, bool | int | np.bool_) or thinks not in (0, 1):
+            raise DataError(f"{key} is {short(thinks)}; it must be true, false or null.")
+        if self._renderer is None:
+            self.ignores_thinking = True
+            return None
+        if not self._thinking:
+            both = {value: self._renderer.with_kwargs(enable_thinking=value) for value in (False, True)}
+            self.ignores_thinking = both[False].start(_PROBE) == both[True].start(_PROBE)
+            self._thinking = both
+        return self._thinking[bool(thinks)]
 
     def _messages(self, row: Mapping[str, Any]) -> Messages:
         sft = self._sft

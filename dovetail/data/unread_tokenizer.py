@@ -23,6 +23,9 @@ class UnreadTokenizer:
     def apply_chat_template(self, messages: Sequence[Any], **_: Any) -> str:
         return repr(messages[-1])
 
+    def with_kwargs(self, **_: Any) -> UnreadTokenizer:
+        return self
+
     def start(self, messages: Sequence[Any], tools: Any = None) -> list[int]:
         return [1]
 

@@ -77,6 +77,12 @@ class SFTMethod(OfflineMethod):
                 "schemas. Set actor_rollout_ref.model.custom_chat_template to one that shows them.",
                 config.sft.tools_key,
             )
+        if any(isinstance(dataset, ConversationDataset) and dataset.ignores_thinking for dataset in datasets):
+            logger.warning(
+                "rows have %s, but the model's chat template does not read enable_thinking: it changes nothing. Set "
+                "actor_rollout_ref.model.custom_chat_template to one that reads it.",
+                config.sft.enable_thinking_key,
+            )
 
     def create_groups(self, *, use_gpu: bool) -> OfflineGroups:
         config, use_ray = _with_room_for(self._config, self._samples()), self._options.use_ray
