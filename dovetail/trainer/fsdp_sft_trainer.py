@@ -1,4 +1,4 @@
-"""`python -m dovetail.trainer.fsdp_sft_trainer key=value ...`: `sft_trainer` with the defaults of verl's older trainer."""
+"""`python -m dovetail.trainer.fsdp_sft_trainer key=value ...`: `sft_trainer`, with verl's older defaults."""
 
 from __future__ import annotations
 

@@ -46,7 +46,9 @@ def training_engine(keys: Translated) -> str:
             why = "here every backend has the same keys" if name == "optim" else "write ./hf_model for a folder"
             keys.notice(name, f"{name}={value} chooses a file of verl, which is not read; {why}.")
     named = keys.take(f"{_CHOICES}.engine", *_MODEL_ENGINES)
-    written, chosen = next(((key.removeprefix(f"{_CHOICES}."), value) for key, value in named.items()), ("engine", None))
+    written, chosen = next(
+        ((key.removeprefix(f"{_CHOICES}."), value) for key, value in named.items()), ("engine", None)
+    )
     exact = keys.leaves.get("engine.strategy")
     if chosen is not None and chosen not in _BACKENDS:
         works = "engine=fsdp, fsdp2 or megatron" if written == "engine" else f"{written}=dp or megatron"

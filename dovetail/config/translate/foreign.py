@@ -53,7 +53,10 @@ _UNUSED: tuple[tuple[str, str], ...] = (
     ("batches travel through Ray's object store", "transfer_queue.* trainer.num_global_batch trainer.num_data_*"),
     ("data files are read where they are", "data.use_shm"),
     ("a row with messages is a conversation, whatever its turns", "data.multiturn.enable"),
-    ("ids are those of inference; where a template rewrites history, another row begins", "*.ignore_input_ids_mismatch"),
+    (
+        "ids are those of inference; where a template rewrites history, another row begins",
+        "*.ignore_input_ids_mismatch",
+    ),
     ("prompts are not generated during training; write them to a file first", "data.datagen.*"),
     ("tool arguments are kept whenever a row has them", "data.need_tools_kwargs"),
     ("`data.filter_overlong_prompts` decides", "data.filter_prompts"),
