@@ -28,7 +28,7 @@ MEANING: dict[Property, str] = {
     "accepted": "the template takes this kind of conversation",
 }
 # A noncharacter, which no text should hold: stands in rendered text where an encoding has to be cut.
-_CUT = "\ufdd0"
+CUT = "\ufdd0"
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 _PROBES = ("zebra", "quartz")
 _PARAMETERS = {"type": "object", "properties": {"word": {"type": "string"}}, "required": ["word"]}
@@ -113,6 +113,9 @@ class ChatRenderer:
     space before every text (Llama 2's) put one there, too.
     """
 
+    reads_media = False
+    """Whether messages may hold images (`MediaRenderer`)."""
+
     def __init__(self, tokenizer: Any, tools: Sequence[Mapping[str, Any]] | None = None, **template_kwargs: Any):
         if not tokenizer.chat_template:
             raise ChatTemplateError(
@@ -195,7 +198,7 @@ class ChatRenderer:
         prepared = [self._prepared(message) for message in messages]
         prompt = self._render_prepared(prepared[:-1], tools, generation=True)
         full = self._render_prepared(prepared, tools, generation=False)
-        content = prepared[-1]["content"] if isinstance(prepared[-1]["content"], str) else ""
+        content = _text_of(prepared[-1])
         stop = self._stops[-1 if "tool_calls" in prepared[-1] else 0] if self._stops else ""
         if not full.startswith(prompt):
             if "tool_calls" in prepared[-1] or not content:
@@ -274,7 +277,7 @@ class ChatRenderer:
             broken: Property = "generation_prompt" if full.startswith(bare) else "prefix"
             return Rewrite(broken, _difference(prompt, full))
         rest = full[len(prompt) :]
-        content = answer["content"].strip() if isinstance(answer["content"], str) else ""
+        content = _text_of(answer).strip()
         after = max(0, rest.find(content)) + len(content) if content in rest else 0
         ends = [(end, stop) for stop in self._stops if (end := rest.find(stop, after)) >= 0]
         if not ends:
@@ -346,7 +349,7 @@ class ChatRenderer:
             raise ChatTemplateError(f"the chat template refuses a conversation of {roles}: {error}") from error
 
     def _encode(self, text: str) -> list[int]:
-        pieces, fast = text.split(_CUT), getattr(self.tokenizer, "backend_tokenizer", None)
+        pieces, fast = text.split(CUT), getattr(self.tokenizer, "backend_tokenizer", None)
         # The library's wrapper takes as long as the tokenizer itself. It is needed where a call of somebody else has
         # left the tokenizer in a state that changes ids.
         if fast is not None and not (fast.truncation or fast.padding or fast.encode_special_tokens):
@@ -367,9 +370,17 @@ class ChatRenderer:
                 message["tool_calls"] = calls
             else:
                 written = "\n".join(_hermes(call["function"]) for call in calls)
-                message["content"] = f"{message['content']}\n{written}".lstrip("\n")
+                message["content"] = f"{_text_of(message)}\n{written}".lstrip("\n")
         pattern = self._cut_special if is_answer else self._cut_markup
         return {key: _cut(value, pattern) if key != "role" else value for key, value in message.items()}
+
+
+def _text_of(message: Message) -> str:
+    """The text of a message, of all its parts where it has parts."""
+    content = message["content"]
+    if isinstance(content, str):
+        return content
+    return "".join(part["text"] for part in content if isinstance(part.get("text"), str))
 
 
 def _user(text: str) -> Message:
@@ -426,7 +437,7 @@ def _hermes(function: Mapping[str, Any]) -> str:
 def _lost(answer: Message, body: str) -> str | None:
     """A part of the answer that the history does not show. Templates may trim and wrap; spaces do not count."""
     parts = [answer[key] for key in _REASONING if answer.get(key)][:1]
-    parts += [answer["content"]] if isinstance(answer["content"], str) else []
+    parts += [_text_of(answer)]
     parts += [call["function"]["name"] for call in answer.get("tool_calls", ())]
     squashed, position = "".join(body.split()), 0
     for part in parts:
@@ -463,7 +474,7 @@ def _starts_of(texts: Sequence[str]) -> re.Pattern[str]:
 def _cut(value: Any, pattern: re.Pattern[str]) -> Any:
     if isinstance(value, str):
         value = value.encode(errors="replace").decode()  # no half characters, which a tokenizer refuses
-        return pattern.sub(rf"\g<1>{_CUT}", value.replace(_CUT, "\ufffd"))
+        return pattern.sub(rf"\g<1>{CUT}", value.replace(CUT, "\ufffd"))
     if isinstance(value, Mapping):
         return {_cut(key, pattern): _cut(entry, pattern) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):

@@ -12,6 +12,7 @@ class UnreadTokenizer:
     """Every text is one token. Takes all messages, as tokenizer and as `dovetail.data.examples.Renderer`."""
 
     chat_template = "not read"
+    reads_media = True
     pad_token_id = eos_token_id = 0
 
     def __call__(self, texts: str | list[str], **_: Any) -> dict[str, list[Any]]:
@@ -24,6 +25,9 @@ class UnreadTokenizer:
         return repr(messages[-1])
 
     def with_kwargs(self, **_: Any) -> UnreadTokenizer:
+        return self
+
+    def with_media(self, images: Sequence[Any], videos: Sequence[Any]) -> UnreadTokenizer:
         return self
 
     def start(self, messages: Sequence[Any], tools: Any = None) -> list[int]:
