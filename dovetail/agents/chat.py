@@ -113,9 +113,6 @@ class ChatRenderer:
     space before every text (Llama 2's) put one there, too.
     """
 
-    reads_media = False
-    """Whether messages may hold images (`MediaRenderer`)."""
-
     def __init__(self, tokenizer: Any, tools: Sequence[Mapping[str, Any]] | None = None, **template_kwargs: Any):
         if not tokenizer.chat_template:
             raise ChatTemplateError(
@@ -144,6 +141,10 @@ class ChatRenderer:
     def with_kwargs(self, **template_kwargs: Any) -> ChatRenderer:
         """Another renderer of this tokenizer, with these arguments of the template beside its own."""
         return ChatRenderer(self.tokenizer, self.tools, **(self._kwargs | template_kwargs))
+
+    def with_media(self, images: Sequence[Any], videos: Sequence[Any]) -> ChatRenderer:
+        """A renderer of one conversation, whose placeholders stand for these (`MediaRenderer`)."""
+        raise ChatTemplateError("it has images or videos, and the model has no processor for them.")
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:

@@ -1,6 +1,6 @@
 """`MediaRenderer`: conversations with images and videos as ids, placeholders widened by the model's processor.
 
-Finds no image and opens none: it is given those of one conversation.
+It is given the images of one conversation, as the file has them, and opens them; makes no tensors for the model.
 """
 
 from __future__ import annotations
@@ -11,17 +11,18 @@ from typing import Any
 
 from dovetail.agents.chat import CUT, ChatRenderer, ChatTemplateError
 from dovetail.agents.types import Message
-from dovetail.data.encode import count_media, run_processor
+from dovetail.data.encode import count_media, open_image, run_processor
 
 
 class MediaRenderer(ChatRenderer):
     """A `ChatRenderer` that can be given images. Without any, it is one."""
 
-    reads_media = True
     _media: tuple[Sequence[Any], Sequence[Any]] = ((), ())
     """Images and videos, in the order of their placeholders."""
-    _encoded = _present = (0, 0)
-    """How many of each kind are in the text so far, and in the text that is encoded next."""
+    _encoded: tuple[int, int] = (0, 0)
+    """How many of each kind are in the text so far."""
+    _present: tuple[int, int] = (0, 0)
+    """How many are in the text that is encoded next."""
 
     def __init__(
         self, tokenizer: Any, processor: Any, tools: Sequence[Mapping[str, Any]] | None = None, **template_kwargs: Any
@@ -33,14 +34,13 @@ class MediaRenderer(ChatRenderer):
         return MediaRenderer(self.tokenizer, self._processor, self.tools, **(self._kwargs | template_kwargs))
 
     def with_media(self, images: Sequence[Any], videos: Sequence[Any]) -> MediaRenderer:
-        """A renderer of one conversation, whose placeholders stand for these."""
         if not self._stops:
             raise ChatTemplateError(
                 "no special token ends an answer in the chat template of this model; set "
                 "actor_rollout_ref.model.custom_chat_template to a template that writes one."
             )
         renderer = copy.copy(self)
-        renderer._media = images, videos
+        renderer._media = [open_image(source) for source in images], videos
         return renderer
 
     def start(self, messages: Sequence[Message], tools: Any = None, **more: Any) -> list[int]:

@@ -115,10 +115,10 @@ class ConversationDataset(ExampleDataset[Conversation]):
         images, videos = self._media_of(row)
         digest = ""
         if images or videos or media_kinds(messages):
-            if renderer is None or not renderer.reads_media:
-                raise DataError("it has images or videos, and the model has no processor or no chat template for them.")
+            if renderer is None:
+                raise DataError("it has images or videos, and the model has no chat template to show them with.")
+            renderer = renderer.with_media(images, videos)
             messages = place_media(messages, len(images), len(videos), self._sft.messages_key)
-            renderer = renderer.with_media([open_image(source) for source in images], videos)
             digest = _digest([images, videos])
         if renderer is None:
             return [self._plain_text(messages)]

@@ -27,12 +27,11 @@ Example = TypeVar("Example")
 
 
 class Renderer(Protocol):
-    """What is asked of `dovetail.agents.chat.ChatRenderer`, and of `MediaRenderer` where `reads_media`."""
-
-    @property
-    def reads_media(self) -> bool: ...
+    """What is asked of `dovetail.agents.chat.ChatRenderer`."""
 
     def with_kwargs(self, **template_kwargs: Any) -> Renderer: ...
+
+    def with_media(self, images: Sequence[Any], videos: Sequence[Any]) -> Renderer: ...
 
     def start(self, messages: Sequence[Any], tools: Any = None) -> list[int]: ...
 

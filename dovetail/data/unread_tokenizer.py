@@ -12,7 +12,6 @@ class UnreadTokenizer:
     """Every text is one token. Takes all messages, as tokenizer and as `dovetail.data.examples.Renderer`."""
 
     chat_template = "not read"
-    reads_media = True
     pad_token_id = eos_token_id = 0
 
     def __call__(self, texts: str | list[str], **_: Any) -> dict[str, list[Any]]:
