@@ -16,7 +16,15 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
-from dovetail.agents.thinking import THINKING_TAG, LostThinkingError, Prompt, lost_part, split_answer, written_after
+from dovetail.agents.thinking import (
+    THINKING_TAG,
+    LostThinkingError,
+    Prompt,
+    lost_part,
+    split_answer,
+    text_of,
+    written_after,
+)
 from dovetail.agents.types import Message
 
 Property = Literal["prefix", "generation_prompt", "independence", "closing", "boundary", "accepted"]
@@ -29,7 +37,7 @@ MEANING: dict[Property, str] = {
     "accepted": "the template takes this kind of conversation",
 }
 # A noncharacter, which no text should hold: stands in rendered text where an encoding has to be cut.
-_CUT = "\ufdd0"
+CUT = "\ufdd0"
 _PROBES = ("zebra", "quartz")
 _PARAMETERS = {"type": "object", "properties": {"word": {"type": "string"}}, "required": ["word"]}
 _TOOL = {"type": "function", "function": {"name": "look_up", "description": "Look up.", "parameters": _PARAMETERS}}
@@ -139,6 +147,14 @@ class ChatRenderer:
             self._writes_calls = False
         self._stops = self._find_stops()
 
+    def with_kwargs(self, **template_kwargs: Any) -> ChatRenderer:
+        """Another renderer of this tokenizer, with these arguments of the template beside its own."""
+        return ChatRenderer(self.tokenizer, self.tools, **(self._kwargs | template_kwargs))
+
+    def with_media(self, images: Sequence[Any], videos: Sequence[Any]) -> ChatRenderer:
+        """A renderer of one conversation, whose placeholders stand for these (`MediaRenderer`)."""
+        raise ChatTemplateError("it has images or videos, and the model has no processor for them.")
+
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
         """Ids that end an answer: the tokenizer's end of sequence and what the template writes there."""
@@ -217,7 +233,7 @@ class ChatRenderer:
                 raise ChatTemplateError(
                     f"the template rewrites the prompt of an answer: {_difference(prompt.text, full)}"
                 )
-            return self._encode(answer["content"] + stop)
+            return self._encode(text_of(answer) + stop)
         # Up to the last stop token: the text may be a part of one, as "end" is.
         last = max((rest.rfind(token) for token in self._stops), default=-1)
         end = rest if last < 0 or said not in rest[:last] else rest[:last]
@@ -297,7 +313,7 @@ class ChatRenderer:
             broken: Property = "generation_prompt" if full.startswith(bare) else "prefix"
             return Rewrite(broken, _difference(prompt, full))
         rest = full[len(prompt) :]
-        content = answer["content"].strip() if isinstance(answer["content"], str) else ""
+        content = text_of(answer).strip()
         after = max(0, rest.find(content)) + len(content) if content in rest else 0
         ends = [(end, stop) for stop in self._stops if (end := rest.find(stop, after)) >= 0]
         if not ends:
@@ -370,7 +386,7 @@ class ChatRenderer:
             raise ChatTemplateError(f"the chat template refuses a conversation of {roles}: {error}") from error
 
     def _encode(self, text: str) -> list[int]:
-        pieces, fast = text.split(_CUT), getattr(self.tokenizer, "backend_tokenizer", None)
+        pieces, fast = text.split(CUT), getattr(self.tokenizer, "backend_tokenizer", None)
         # The library's wrapper takes as long as the tokenizer itself. It is needed where a call of somebody else has
         # left the tokenizer in a state that changes ids.
         if fast is not None and not (fast.truncation or fast.padding or fast.encode_special_tokens):
@@ -392,7 +408,7 @@ class ChatRenderer:
                 message["tool_calls"] = calls
             else:
                 written = "\n".join(_hermes(call["function"]) for call in calls)
-                message["content"] = f"{message['content']}\n{written}".lstrip("\n")
+                message["content"] = f"{text_of(message)}\n{written}".lstrip("\n")
         pattern = self._cut_special if is_answer else self._cut_markup
         return {key: _cut(value, pattern) if key != "role" else value for key, value in message.items()}
 
@@ -473,7 +489,7 @@ def _starts_of(texts: Sequence[str]) -> re.Pattern[str]:
 def _cut(value: Any, pattern: re.Pattern[str]) -> Any:
     if isinstance(value, str):
         value = value.encode(errors="replace").decode()  # no half characters, which a tokenizer refuses
-        return pattern.sub(rf"\g<1>{_CUT}", value.replace(_CUT, "\ufffd"))
+        return pattern.sub(rf"\g<1>{CUT}", value.replace(CUT, "\ufffd"))
     if isinstance(value, Mapping):
         return {_cut(key, pattern): _cut(entry, pattern) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):

@@ -46,7 +46,7 @@ class Answer(NamedTuple):
 
 def split_answer(message: Mapping[str, Any], generation: str) -> Answer:
     """The parts of a message. Without an opening tag a content has thinking only where the prompt has opened it."""
-    content = message["content"] if isinstance(message["content"], str) else ""
+    content = text_of(message)
     reasoning = next((str(message[key]).strip() for key in REASONING_KEYS if message.get(key)), "")
     begins, last = THINKING_TAG.match(content.lstrip()), _last_tag(generation)
     opened = begins if begins and not begins[2] else last
@@ -130,7 +130,7 @@ def _shows(text: str, message: Mapping[str, Any]) -> bool:
 def lost_part(answer: Mapping[str, Any], body: str) -> str | None:
     """A part of the answer that the text does not show. Templates may trim and wrap; spaces do not count."""
     parts = [answer[key] for key in REASONING_KEYS if answer.get(key)][:1]
-    parts += [answer["content"]] if isinstance(answer["content"], str) else []
+    parts += [text_of(answer)]
     parts += [call["function"]["name"] for call in answer.get("tool_calls", ())]
     squashed, position = "".join(body.split()), 0
     for part in parts:
@@ -140,6 +140,14 @@ def lost_part(answer: Mapping[str, Any], body: str) -> str | None:
             return part
         position += len(wanted)
     return None
+
+
+def text_of(message: Mapping[str, Any]) -> str:
+    """The text of a message, of all its parts where it has parts."""
+    content = message["content"]
+    if isinstance(content, str):
+        return content
+    return "".join(part["text"] for part in content or () if isinstance(part.get("text"), str))
 
 
 def _last_tag(text: str) -> re.Match[str] | None:

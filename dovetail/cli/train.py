@@ -24,7 +24,7 @@ Fine-tune on conversations: `dovetail sft [FILE.yaml ...] key=value ...`. The lo
   dovetail sft model=~/models/Qwen2.5-0.5B data=chats.jsonl
 
 Rows have `messages` (with `tools`), or a prompt and a response: see docs/sft.md. Launch lists of verl's
-fsdp_sft_trainer work with --overrides-file.
+sft_trainer work with --overrides-file.
 """,
     "dpo": """\
 Train a policy on preferences: `dovetail dpo [FILE.yaml ...] key=value ...`. DPO, or what `dpo.loss_type` names.

@@ -19,9 +19,10 @@ from dovetail.config.files import read_yaml, resolve_interpolations
 from dovetail.config.keys import catalogue, find_key, sections
 from dovetail.config.overrides import VERLS_OWN_FILE, Override, ParsedOverrides, parse_overrides, read_overrides_file
 from dovetail.config.root import DovetailConfig
-from dovetail.config.translate import expand, foreign_key, translate
+from dovetail.config.translate import chosen_file, expand, foreign_key, translate
 from dovetail.config.tree import Tree, leaves, merge, nested, prefixes, put, remove
 from dovetail.config.validate import build, default_tree, suggestion, unknown_keys
+from dovetail.config.values import parse_value
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,7 @@ class _Draft:
         self.problems += translated.problems
         kept = self._without_nulls(self._without_foreign(translated.leaves))
         self.notices += fill_adapters(kept)
-        unknown = unknown_keys(kept)
+        unknown = unknown_keys(kept, translated.spelling)
         self.problems += unknown
         wrong = {problem.key for problem in unknown}
         config, problems = build({key: value for key, value in kept.items() if key not in wrong})
@@ -149,7 +150,7 @@ class _Draft:
                 self._delete(override.key)
                 continue
             keys = expand(override.key, override.value)
-            self.uses_short_names |= keys is not None
+            self.uses_short_names |= keys is not None and chosen_file(override.key, override.value) is None
             for key, value in ({override.key: override.value} if keys is None else keys).items():
                 try:
                     put(self.tree, key, value)
@@ -202,6 +203,8 @@ class _Draft:
             known = catalogue(DovetailConfig).get(key)
             if known is not None and value in ("None", "null") and not known.accepts(str):
                 value = None  # Python's spelling, in a YAML file
+            if known is not None and isinstance(value, str) and value.startswith("[") and not known.accepts(str):
+                value = parse_value(value)  # a list in quotes that the shell has left
             if value is not None or known is None or known.accepts(type(None)) or known.inherits:
                 kept[key] = value
             else:

@@ -20,6 +20,16 @@ class SFTConfig(Section):
         "Column that holds the answer to `data.prompt_key`, in rows without messages: text or messages.",
         min_length=1,
     )
+    enable_thinking_key: str = key(
+        "enable_thinking",
+        "Column that says whether the chat template lets the model think in this conversation; null where it is open.",
+        min_length=1,
+    )
+    enable_thinking_default: bool | None = key(
+        None,
+        "The same for rows without that column. Null: what `data.apply_chat_template_kwargs` or the template says.",
+        reads={"none": None},
+    )
     val_samples: int | None = key(
         None,
         "Conversations of `data.val_files` whose first answer is generated at each validation, for people to read. "

@@ -56,8 +56,12 @@ class TrainerConfig(Section):
     critic_warmup: int = key(0, "Steps that train the critic only.", ge=0)
     val_before_train: bool = key(True, "Validate before the first step.", was="validate_before_train")
     val_only: bool = key(False, "Validate (the checkpoint that `resume_mode` finds, if any) and stop.")
-    test_freq: int = key(-1, "Steps between validations; -1: at the end only.", reads={False: -1}, ge=-1)
-    save_freq: int = key(-1, "Steps between checkpoints; -1: none.", reads={False: -1}, ge=-1)
+    test_freq: int | Literal["after_each_epoch"] = key(
+        -1, "Steps between validations; -1: at the end only.", reads={False: -1}
+    )
+    save_freq: int | Literal["after_each_epoch", "at_end"] = key(
+        -1, "Steps between checkpoints, the last step's always among them; -1: none.", reads={False: -1}
+    )
     resume_mode: Literal["auto", "disable", "resume_path"] = key(
         "auto", "Continue the newest checkpoint of the run folder, start anew, or take `resume_from_path`."
     )
@@ -93,6 +97,13 @@ class TrainerConfig(Section):
         "Python modules that the driver and all workers import, from installed packages or from the current folder. "
         "They may register estimators, losses, reward managers, engines and trackers.",
     )
+
+    @field_validator("test_freq", "save_freq")
+    @classmethod
+    def _is_a_frequency(cls, freq: int | str) -> int | str:
+        if isinstance(freq, int) and freq < -1:
+            raise ValueError("give a number of steps, or -1.")
+        return freq
 
     @field_validator("project_name", "experiment_name")
     @classmethod

@@ -17,15 +17,20 @@ from dovetail.config.translate.short import SHORT_NAMES, USUAL_NAMES
 from dovetail.config.tree import Tree, nested, prefixes
 
 
-def unknown_keys(values: Mapping[str, Any]) -> list[Problem]:
-    """One problem for each leaf key that does not exist, with the nearest one that does."""
+def unknown_keys(values: Mapping[str, Any], spelling: Mapping[str, str] | None = None) -> list[Problem]:
+    """One problem for each leaf key that does not exist, with the nearest one that does.
+
+    `spelling` is how a key was written where it was read as another.
+    """
     problems: list[Problem] = []
     for key, value in values.items():
         if key in sections(DovetailConfig):
             if value not in (None, {}):
                 problems.append(Problem(key, f"{key}={value!r}: {key} is a section; set the keys below it."))
         elif find_key(DovetailConfig, key) is None:
-            problems.append(Problem(key, f"{key} is not a known key{suggestion(key)}"))
+            written = (spelling or {}).get(key, key)
+            name = key if written == key else f"{written}, which is read as {key},"
+            problems.append(Problem(key, f"{name} is not a known key{suggestion(key)}"))
     return problems
 
 

@@ -8,6 +8,7 @@ conversation goes on in a row of its own. Every answer is trained once.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -15,11 +16,23 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dovetail.config.methods import SFTConfig
-from dovetail.data.encode import Messages, is_message, media_kinds, short, truncate, with_text
+from dovetail.data.encode import (
+    Messages,
+    count_media,
+    is_message,
+    media_kinds,
+    media_tensors,
+    open_image,
+    place_media,
+    short,
+    truncate,
+    with_text,
+)
 from dovetail.data.errors import DataError
 from dovetail.data.examples import TEXT_ALONE, ExampleDataset, Renderer, TooLong, pad_rows
 from dovetail.protocol import DataProto
 
+_PROBE = [{"role": "user", "content": "hi"}]
 COMPLETION = "completion"
 """What TRL calls the response; read where there is no column of `sft.response_key`."""
 
@@ -29,6 +42,10 @@ class TokenRow(NamedTuple):
 
     ids: list[int]
     mask: list[int]
+    media: tuple[int, int] = (0, 0)
+    """How many of the conversation's images, and of its videos, are in the row: the first ones."""
+    media_digest: str = ""
+    """Changes when one of the conversation's images does."""
 
     def first_answer(self) -> tuple[list[int], list[int]]:
         """What comes before the first trained token, and the answer that it begins."""
@@ -41,30 +58,32 @@ Conversation = tuple[TokenRow, ...]
 
 
 class ConversationDataset(ExampleDataset[Conversation]):
-    """The conversations of one or more files. Each is one row, or several where the template rewrites its history."""
+    """The conversations of one or more files. Each is one row, or several where the template rewrites its history.
 
-    def __init__(self, *source: Any, sft: SFTConfig, **which: int) -> None:
-        """`source` and `which` as for `ExampleDataset`."""
-        self._sft = sft
+    Images are opened once when rows are read, for their number of tokens, and again for each batch: only ids are kept.
+    """
+
+    reads_media = True
+
+    def __init__(self, *source: Any, sft: SFTConfig, processor: Any = None, **which: int) -> None:
+        """`source` and `which` as for `ExampleDataset`; `processor` is that of a model that sees images."""
+        self._sft, self._processor = sft, processor
         self.hides_tools: bool | None = None
         """Whether the chat template leaves out tools without a word; None without rows that have some."""
+        self.ignores_thinking: bool | None = None
+        """Whether `sft.enable_thinking_key` changes no prompt; None without rows that set it."""
+        self._thinking: dict[bool, Renderer] = {}
         super().__init__(*source, **which)
+        self.has_media = any(any(row.media) for rows in self._examples for row in rows)
 
     def encode(self, row: Mapping[str, Any]) -> Iterator[Conversation]:
         messages = self._messages(row)
-        if self._renderer is None:
-            rows = [self._plain_text(messages)]
-        else:
-            tools = checked_tools(row.get(self._sft.tools_key))
-            try:
-                if tools and self.hides_tools is None:
-                    probe = [{"role": "user", "content": "hi"}]
-                    self.hides_tools = self._renderer.start(probe, tools) == self._renderer.start(probe)
-                rows = list(conversation_rows(self._renderer, messages, tools))
-            except DataError:
-                raise
-            except ValueError as error:  # ChatTemplateError: says what the template refuses
-                raise DataError(str(error)) from error
+        try:
+            rows = self._token_rows(row, messages)
+        except DataError:
+            raise
+        except ValueError as error:  # ChatTemplateError: says what the template refuses
+            raise DataError(str(error)) from error
         if not any(any(row.mask) for row in rows):
             raise DataError("every message of the assistant has weight 0; one must be trained.")
         kept = tuple(row for row in (self._fitted(row) for row in rows) if any(row.mask))
@@ -76,13 +95,60 @@ class ConversationDataset(ExampleDataset[Conversation]):
         yield kept
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> DataProto:
-        rows = [row for index in indices for row in self._examples[int(index)]]
-        return DataProto.from_dict(pad_rows(rows, self._pad_id))
+        rows = [(int(index), row) for index in indices for row in self._examples[int(index)]]
+        columns = pad_rows([(row.ids, row.mask) for _, row in rows], self._pad_id)
+        if not self.has_media:
+            return DataProto.from_dict(columns)
+        # On every row of every batch: all ranks must call the same networks.
+        return DataProto.from_dict(columns, {"multi_modal_inputs": [self._tensors(*row) for row in rows]})
+
+    def _tensors(self, index: int, row: TokenRow) -> dict[str, Any]:
+        """What the model reads beside the ids of the row."""
+        if not any(row.media):
+            return {}
+        images, videos = self._media_of(self._row_of(index))
+        opened = [open_image(source) for source in images[: row.media[0]]]
+        return media_tensors(self._processor, opened, videos[: row.media[1]])
+
+    def _token_rows(self, row: Mapping[str, Any], messages: Messages) -> list[TokenRow]:
+        renderer = self._renderer_of(row)
+        images, videos = self._media_of(row)
+        digest = ""
+        if images or videos or media_kinds(messages):
+            if renderer is None:
+                raise DataError("it has images or videos, and the model has no chat template to show them with.")
+            renderer = renderer.with_media(images, videos)
+            messages = place_media(messages, len(images), len(videos), self._sft.messages_key)
+            digest = _digest([images, videos])
+        if renderer is None:
+            return [self._plain_text(messages)]
+        tools = checked_tools(row.get(self._sft.tools_key))
+        if tools and self.hides_tools is None:
+            self.hides_tools = renderer.start(_PROBE, tools) == renderer.start(_PROBE)
+        return [row._replace(media_digest=digest) for row in conversation_rows(renderer, messages, tools)]
+
+    def _renderer_of(self, row: Mapping[str, Any]) -> Renderer | None:
+        """The one whose template lets the model think, or not, as the row says."""
+        key, thinks = self._sft.enable_thinking_key, row.get(self._sft.enable_thinking_key)
+        if thinks is None:
+            thinks = self._sft.enable_thinking_default
+        if thinks is None:
+            return self._renderer
+        if not isinstance(thinks, bool | int | np.bool_) or thinks not in (0, 1):
+            raise DataError(f"{key} is {short(thinks)}; it must be true, false or null.")
+        if self._renderer is None:
+            self.ignores_thinking = True
+            return None
+        if not self._thinking:
+            both = {value: self._renderer.with_kwargs(enable_thinking=value) for value in (False, True)}
+            self.ignores_thinking = both[False].start(_PROBE) == both[True].start(_PROBE)
+            self._thinking = both
+        return self._thinking[bool(thinks)]
 
     def _messages(self, row: Mapping[str, Any]) -> Messages:
         sft = self._sft
         if row.get(sft.messages_key) is not None:
-            return checked_messages(row[sft.messages_key], sft.messages_key)
+            return checked_messages(row[sft.messages_key], sft.messages_key, media=True)
         prompt = _inside(row, self.config.prompt_key, sft.prompt_dict_keys)
         has_other_name = row.get(sft.response_key) is None and COMPLETION in row
         named = COMPLETION if has_other_name else sft.response_key
@@ -117,7 +183,12 @@ class ConversationDataset(ExampleDataset[Conversation]):
                 f"it has {len(row.ids)} tokens, more than data.max_length={limit}; raise it to {len(row.ids)}, set "
                 "data.filter_overlong_prompts=True to leave such rows out, or data.truncation=right (or left) to cut."
             )
-        return TokenRow(*(truncate(part, limit, side, "") for part in row))
+        if any(row.media):
+            raise TooLong(
+                f"it has {len(row.ids)} tokens, more than data.max_length={limit}, and a row with images is not cut; "
+                "raise the length, or set data.filter_overlong_prompts=True to leave such rows out."
+            )
+        return TokenRow(truncate(row.ids, limit, side, ""), truncate(row.mask, limit, side, ""))
 
 
 def conversation_rows(renderer: Renderer, messages: Messages, tools: Any = None) -> Iterator[TokenRow]:
@@ -133,6 +204,7 @@ def conversation_rows(renderer: Renderer, messages: Messages, tools: Any = None)
         raise DataError("it begins with the assistant; put a message of the user or the system before it.")
     ids: list[int] = []
     mask: list[int] = []
+    media = (0, 0)
     before: int | None = None
     """The answer before this one."""
     own: list[int] = []
@@ -145,26 +217,27 @@ def conversation_rows(renderer: Renderer, messages: Messages, tools: Any = None)
                 between = renderer.extend(messages[: before + 1], observed, closed=True, tools=tools, written=own)
         if between is None:
             if ids:
-                yield TokenRow(ids, mask)
+                yield TokenRow(ids, mask, media)
             ids, mask, between = [], [], renderer.start(messages[:turn], tools)
         own = renderer.answer(messages[: turn + 1], tools)
         trained = int(messages[turn].get("weight") != 0)
         ids, mask = [*ids, *between, *own], [*mask, *([0] * len(between)), *([trained] * len(own))]
-        before = turn
-    yield TokenRow(ids, mask)
+        before, media = turn, count_media(messages[:turn])
+    yield TokenRow(ids, mask, media)
 
 
-def checked_messages(value: Any, name: str) -> Messages:
-    """A list of messages with role and content, without the Nones that Arrow fills in."""
+def checked_messages(value: Any, name: str, *, media: bool = False) -> Messages:
+    """A list of messages with role and content, without the Nones that Arrow fills in; with `media`, some may hold
+    images."""
     if isinstance(value, (list, tuple, np.ndarray)) and len(value) and all(is_message(entry) for entry in value):
-        if kinds := media_kinds(list(value)):
+        if not media and (kinds := media_kinds(list(value))):
             raise DataError(f"{name} has a part of the type {kinds[0]!r}; {TEXT_ALONE}")
         return [with_text({key: entry for key, entry in message.items() if entry is not None}) for message in value]
     raise DataError(f"{name} is {short(value)}; it must be a list of messages with role and content.")
 
 
 def _as_messages(value: Any, role: str, name: str) -> Messages:
-    return [{"role": role, "content": value}] if isinstance(value, str) else checked_messages(value, name)
+    return [{"role": role, "content": value}] if isinstance(value, str) else checked_messages(value, name, media=True)
 
 
 def _inside(row: Mapping[str, Any], key: str, inner: Iterable[str]) -> Any:
@@ -175,6 +248,12 @@ def _inside(row: Mapping[str, Any], key: str, inner: Iterable[str]) -> Any:
             raise DataError(f"{key} has no {name!r} in it; it is {type(value).__name__}.")
         value = value[name]
     return value
+
+
+def _digest(media: Any) -> str:
+    """Of images as files have them: paths and bytes."""
+    text = json.dumps(media, sort_keys=True, default=lambda value: value.hex() if isinstance(value, bytes) else "")
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def checked_tools(value: Any) -> Any:

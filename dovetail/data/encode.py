@@ -164,12 +164,18 @@ def listed_media(row: Mapping[str, Any], key: str) -> list[Any]:
     return media
 
 
-def media_kinds(messages: Messages) -> list[str]:
+def media_kinds(messages: Sequence[Mapping[str, Any]]) -> list[str]:
     """The types of all parts of messages that are no text: `image`, `video`, `image_url`, `input_audio`, ..."""
     contents = [message.get("content") for message in messages]
     parts = [part for content in contents if isinstance(content, (list, tuple)) for part in content]
     kinds = [str(part.get("type")) for part in parts if isinstance(part, Mapping)]
     return [kind for kind in kinds if re.search("image|video|audio", kind)]
+
+
+def count_media(messages: Sequence[Mapping[str, Any]]) -> tuple[int, int]:
+    """How many images and videos the parts of messages stand for."""
+    kinds = media_kinds(list(messages))
+    return kinds.count("image"), kinds.count("video")
 
 
 def place_media(messages: Messages, num_images: int, num_videos: int, where: str) -> Messages:
@@ -216,14 +222,33 @@ def process_media(
     """Fill in the chat template and run the processor."""
     parts = place_media(messages, len(images), len(videos), where)
     text = processor.apply_chat_template(parts, add_generation_prompt=True, tokenize=False, **template_kwargs)
-    given = {name: values for name, values in (("images", images), ("videos", videos)) if values}
-    inputs = dict(processor(text=[text], **given, return_tensors="pt", add_special_tokens=False))
+    inputs = run_processor(processor, text, images, videos)
     return MediaPrompt(
         text=text,
         ids=inputs["input_ids"][0].tolist(),
         inputs={name: value for name, value in inputs.items() if name not in _TEXT_INPUTS},
         media={name: values for name, values in (("image", images), ("video", videos)) if values},
     )
+
+
+def run_processor(processor: Any, text: str, images: list[Any], videos: list[Any]) -> dict[str, Any]:
+    """All tensors that a processor makes of a rendered text and what its placeholders stand for."""
+    given = {name: values for name, values in (("images", images), ("videos", videos)) if values}
+    return dict(processor(text=[text], **given, return_tensors="pt", add_special_tokens=False))
+
+
+def media_tensors(processor: Any, images: list[Any], videos: list[Any]) -> dict[str, Any]:
+    """What a model reads beside its ids, in the order of the images and videos."""
+    content = [{"type": "image"} for _ in images] + [{"type": "video"} for _ in videos]
+    return process_media(processor, [{"role": "user", "content": content}], images, videos, "").inputs
+
+
+def open_image(source: Any, load: Loader = load_image) -> Any:
+    """The image of an entry of a row; an error that names the entry where it cannot be opened."""
+    try:
+        return load(source)
+    except OSError as error:  # also what is no image
+        raise DataError(f"the image {short(source)} cannot be opened: {error}") from error
 
 
 def _part(piece: str) -> dict[str, str]:

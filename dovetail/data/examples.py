@@ -29,6 +29,10 @@ Example = TypeVar("Example")
 class Renderer(Protocol):
     """What is asked of `dovetail.agents.chat.ChatRenderer`."""
 
+    def with_kwargs(self, **template_kwargs: Any) -> Renderer: ...
+
+    def with_media(self, images: Sequence[Any], videos: Sequence[Any]) -> Renderer: ...
+
     def start(self, messages: Sequence[Any], tools: Any = None) -> list[int]: ...
 
     def answer(self, messages: Sequence[Any], tools: Any = None) -> list[int]: ...
@@ -44,7 +48,7 @@ class Renderer(Protocol):
     ) -> list[int] | None: ...
 
 
-TEXT_ALONE = "conversations and preferences are trained as text alone, so leave it out."
+TEXT_ALONE = "preferences are trained as text alone, so leave it out."
 
 
 class TooLong(DataError):
@@ -83,6 +87,9 @@ class ExampleDataset(ABC, Generic[Example]):
         """A number of each example's own, whatever rows are left out."""
         if not self._examples:
             raise DataError(f"{', '.join(file.path for file in self._files)}: no row is left to train on.")
+
+    reads_media = False
+    """Whether rows may have images or videos."""
 
     @abstractmethod
     def encode(self, row: Mapping[str, Any]) -> Iterable[Example]:
@@ -136,10 +143,10 @@ class ExampleDataset(ABC, Generic[Example]):
                 if first + number not in wanted:
                     continue
                 try:
-                    row = file[number]
-                    if any(listed_media(row, key) for key in (self.config.image_key, self.config.video_key)):
+                    row = _values(file, number)
+                    if not self.reads_media and any(self._media_of(row)):
                         raise DataError(f"it has images or videos; {TEXT_ALONE}")
-                    examples = list(self.encode(without_nulls(row) if isinstance(file, TableRows) else row))
+                    examples = list(self.encode(row))
                 except DataError as error:
                     if isinstance(error, TooLong) and self.config.filter_overlong_prompts:
                         self.num_too_long += 1
@@ -156,12 +163,29 @@ class ExampleDataset(ABC, Generic[Example]):
         self.num_bad = len(refused)
         return row_ids
 
+    def _media_of(self, row: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
+        """The images and the videos of a row, as the file has them."""
+        return listed_media(row, self.config.image_key), listed_media(row, self.config.video_key)
+
+    def _row_of(self, index: int) -> Mapping[str, Any]:
+        """The row that an example is made of."""
+        number = int(self.row_ids[index]) // 2
+        for file in self._files:
+            if number < len(file):
+                return _values(file, number)
+            number -= len(file)
+        raise AssertionError("every example is of a row of one of the files")
+
     def _wanted(self, max_samples: int, seed: int) -> range | set[int]:
         total = sum(len(file) for file in self._files)
         if max_samples < 0 or max_samples >= total:
             return range(total)
         order = shuffled(total, seed, -1) if self.config.shuffle else np.arange(total)
         return set(order[:max_samples].tolist())
+
+
+def _values(file: Rows, number: int) -> Mapping[str, Any]:
+    return without_nulls(file[number]) if isinstance(file, TableRows) else file[number]
 
 
 def pad_rows(rows: Sequence[tuple[Sequence[int], Sequence[int]]], pad_id: int) -> dict[str, torch.Tensor]:

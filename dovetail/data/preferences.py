@@ -71,7 +71,7 @@ class PreferenceDataset(ExampleDataset[Pair | Labelled]):
         examples = [self._examples[int(index)] for index in indices for _ in range(2)]
         labels = [row % 2 == 0 if isinstance(one, Pair) else one.desirable for row, one in enumerate(examples)]
         margins = [one.margin if isinstance(one, Pair) else 0.0 for one in examples]
-        whole = [([*prompt, *ids], [*([0] * len(prompt)), *mask]) for prompt, (ids, mask) in rows]
+        whole = [([*prompt, *own.ids], [*([0] * len(prompt)), *own.mask]) for prompt, own in rows]
         columns = pad_rows(whole, self._pad_id) | {"desirable": torch.tensor(labels), "margin": torch.tensor(margins)}
         return DataProto.from_dict(columns, {"index": np.repeat(np.asarray(indices, dtype=np.int64), 2)})
 

@@ -23,9 +23,9 @@ from dovetail.data.encode import (
     Messages,
     PromptEncoder,
     load_image,
+    open_image,
     pad_prompt,
     process_media,
-    short,
     truncate,
 )
 from dovetail.data.errors import DataError, refuse_rows
@@ -204,9 +204,7 @@ class PromptDataset:
 
     def _opened(self, source: Any, where: str) -> Any:
         try:
-            return self._load_image(source)
-        except OSError as error:  # also what is no image
-            raise DataError(f"{where}: the image {short(source)} cannot be opened: {error}") from error
+            return open_image(source, self._load_image)
         except DataError as error:
             raise DataError(f"{where}: {error}") from error
 

@@ -23,6 +23,12 @@ class UnreadTokenizer:
     def apply_chat_template(self, messages: Sequence[Any], **_: Any) -> str:
         return repr(messages[-1])
 
+    def with_kwargs(self, **_: Any) -> UnreadTokenizer:
+        return self
+
+    def with_media(self, images: Sequence[Any], videos: Sequence[Any]) -> UnreadTokenizer:
+        return self
+
     def start(self, messages: Sequence[Any], tools: Any = None) -> list[int]:
         return [1]
 

@@ -69,6 +69,10 @@ class BaseTrainer(ABC, Generic[Groups]):
         self.utilisation = StepUtilisation(config)
         self.global_step = 0
         self.total_steps = total_training_steps(config, len(train_loader))
+        self._intervals = {
+            "after_each_epoch": steps_of_an_epoch(config, len(train_loader)),
+            "at_end": self.total_steps,
+        }
         self._last_step = self.total_steps if last_step is None else min(self.total_steps, last_step)
         self._on_phase = on_phase
         self._present_phase: str | None = None
@@ -205,7 +209,7 @@ class BaseTrainer(ABC, Generic[Groups]):
                 metrics |= last_validation
             metrics |= self.timers.take()
             self._note_saved(self.checkpoints.poll())
-            if self._is_due(settings.save_freq) and settings.save_freq > 0:
+            if self._is_due(settings.save_freq) and settings.save_freq not in (-1, 0):
                 with self.timers("save_checkpoint"):
                     self._save(self._driver_state(), self._carried_over(), metrics)
                 metrics |= self.timers.take()
@@ -221,9 +225,10 @@ class BaseTrainer(ABC, Generic[Groups]):
                 freeze_gc()
         return last_validation
 
-    def _is_due(self, freq: int) -> bool:
+    def _is_due(self, freq: int | str) -> bool:
         """Every `freq` steps, and at the last one."""
-        return self.global_step == self._last_step or (freq > 0 and self.global_step % freq == 0)
+        steps = freq if isinstance(freq, int) else self._intervals[freq]
+        return self.global_step == self._last_step or (steps > 0 and self.global_step % steps == 0)
 
     def _save_and_stop(self, state: dict[str, Any], carried: dict[str, DataProto]) -> None:
         """The run was asked to stop: save a checkpoint of the last finished step, unless there is one."""
@@ -363,13 +368,17 @@ class BaseTrainer(ABC, Generic[Groups]):
         raise ConfigError([Problem("trainer.total_epochs", why)])
 
 
-def total_training_steps(config: DovetailConfig, steps_per_epoch: int) -> int:
+def total_training_steps(config: DovetailConfig, batches_per_epoch: int) -> int:
     """Steps of the run: set, or from the epochs."""
     total = config.trainer.total_training_steps
     if total is None:
-        per_step = rows_per_step(config) // config.generation_batch_size
-        total = max(1, steps_per_epoch // per_step) * config.trainer.total_epochs
+        total = steps_of_an_epoch(config, batches_per_epoch) * config.trainer.total_epochs
     return total
+
+
+def steps_of_an_epoch(config: DovetailConfig, batches: int) -> int:
+    """Steps that make an epoch of so many batches of the loader."""
+    return max(1, batches // (rows_per_step(config) // config.generation_batch_size))
 
 
 def rows_per_step(config: DovetailConfig) -> int:

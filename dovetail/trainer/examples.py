@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from dovetail.agents.chat import ChatRenderer, ChatTemplateError
+from dovetail.agents.chat_media import MediaRenderer
 from dovetail.config.root import DovetailConfig
 from dovetail.data.conversations import ConversationDataset
 from dovetail.data.errors import DataError
@@ -28,19 +29,21 @@ class ExampleLengths(NamedTuple):
 
 
 def read_examples(
-    config: DovetailConfig, tokenizer: Any, files: Sequence[str], *, max_samples: int
+    config: DovetailConfig, readers: tuple[Any, Any | None], files: Sequence[str], *, max_samples: int
 ) -> ConversationDataset | PreferenceDataset:
-    """The examples of `trainer.method`."""
-    data = config.data
+    """The examples of `trainer.method`; `readers` are the tokenizer, and the processor of a model that sees images."""
+    data, (tokenizer, processor) = config.data, readers
     renderer: Renderer | None = None
     if isinstance(tokenizer, UnreadTokenizer):
         renderer = tokenizer
+    elif tokenizer.chat_template and processor is not None:
+        renderer = MediaRenderer(tokenizer, processor, **data.apply_chat_template_kwargs)
     elif tokenizer.chat_template:
         renderer = ChatRenderer(tokenizer, **data.apply_chat_template_kwargs)
     source = files, tokenizer, renderer, data
     which = {"max_samples": max_samples, "seed": config.data_seed}
     if config.trainer.method == "sft":
-        return ConversationDataset(*source, sft=config.sft, **which)
+        return ConversationDataset(*source, sft=config.sft, processor=processor, **which)
     labelled = config.trainer.method == "dpo" and config.dpo.loss_type == "kto"
     return PreferenceDataset(*source, labelled=labelled, **which)
 
@@ -51,7 +54,7 @@ def example_lengths(config: DovetailConfig) -> ExampleLengths | None:
     data = config.data.model_copy(update={**dict.fromkeys(keys, _ANY_LENGTH), "filter_overlong_prompts": False})
     config = config.model_copy(update={"data": data})
     try:
-        examples = read_examples(config, load_readers(config)[0], data.train_paths, max_samples=MOST_ROWS)
+        examples = read_examples(config, load_readers(config), data.train_paths, max_samples=MOST_ROWS)
     except (DataError, ModelError, ChatTemplateError, FileNotFoundError):
         return None
     if isinstance(examples, ConversationDataset):

@@ -33,12 +33,13 @@ class OfflineMethod(Method):
         def load(files: tuple[str, ...], max_samples: int, *, is_training: bool) -> PromptLoader | None:
             if not files:
                 return None
-            dataset = read_examples(config, self._tokenizer, files, max_samples=max_samples)
+            dataset = read_examples(config, readers, files, max_samples=max_samples)
             return example_loader(config, dataset, is_training=is_training)
 
         train = val = None
         with Refusals() as refused:
-            self._tokenizer, _ = try_readers(config, refused)
+            readers = try_readers(config, refused)
+            self._tokenizer = readers[0]
             with refused.part():
                 val = load(data.val_paths, data.val_max_samples, is_training=False)
             with refused.part():

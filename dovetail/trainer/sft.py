@@ -10,7 +10,9 @@ from itertools import islice
 from typing import Any
 
 from dovetail.config.root import DovetailConfig
+from dovetail.data.build import PromptLoader
 from dovetail.data.conversations import ConversationDataset, TokenRow
+from dovetail.data.errors import DataError
 from dovetail.observability.sinks import choose_answers
 from dovetail.trainer.base import Metrics
 from dovetail.trainer.generate import prompt_batch, responses_of
@@ -70,12 +72,24 @@ class SFTMethod(OfflineMethod):
 
     def __init__(self, config: DovetailConfig, options: RunOptions, open_things: ExitStack) -> None:
         super().__init__(config, options, open_things)
-        datasets = [loader.dataset for loader in (self._train_loader, self._val_loader) if loader is not None]
-        if any(isinstance(dataset, ConversationDataset) and dataset.hides_tools for dataset in datasets):
+        loaders = [loader for loader in (self._train_loader, self._val_loader) if loader is not None]
+        datasets = [_conversations(loader) for loader in loaders]
+        if config.actor_rollout_ref.actor.strategy == "megatron" and any(dataset.has_media for dataset in datasets):
+            raise DataError(
+                "there are conversations with images or videos, and actor_rollout_ref.actor.strategy=megatron trains "
+                "models of text alone here; use fsdp2."
+            )
+        if any(dataset.hides_tools for dataset in datasets):
             logger.warning(
                 "rows have %s, but the model's chat template shows no tools: the model is trained without their "
                 "schemas. Set actor_rollout_ref.model.custom_chat_template to one that shows them.",
                 config.sft.tools_key,
+            )
+        if any(dataset.ignores_thinking for dataset in datasets):
+            logger.warning(
+                "rows have %s, but the model's chat template does not read enable_thinking: it changes nothing. Set "
+                "actor_rollout_ref.model.custom_chat_template to one that reads it.",
+                config.sft.enable_thinking_key,
             )
 
     def create_groups(self, *, use_gpu: bool) -> OfflineGroups:
@@ -86,13 +100,18 @@ class SFTMethod(OfflineMethod):
         return partial(super()._trainer(), tokenizer=self._tokenizer, samples=self._samples())
 
     def _samples(self) -> list[TokenRow]:
-        """The first conversations that have a prompt before their first answer."""
+        """The first conversations of text alone that have a prompt before their first answer."""
         if self._val_loader is None:
             return []
-        dataset = self._val_loader.dataset
-        assert isinstance(dataset, ConversationDataset), "what this method reads"
+        dataset = _conversations(self._val_loader)
         rows = (dataset[number][0] for number in range(len(dataset)))
-        return list(islice((row for row in rows if row.first_answer()[0]), self._config.num_val_samples))
+        fitting = (row for row in rows if row.first_answer()[0] and not any(row.media))
+        return list(islice(fitting, self._config.num_val_samples))
+
+
+def _conversations(loader: PromptLoader) -> ConversationDataset:
+    assert isinstance(loader.dataset, ConversationDataset), "what this method reads"
+    return loader.dataset
 
 
 def _with_room_for(config: DovetailConfig, samples: list[TokenRow]) -> DovetailConfig:
@@ -101,7 +120,7 @@ def _with_room_for(config: DovetailConfig, samples: list[TokenRow]) -> DovetailC
     A few short answers need no CUDA graphs, and no cache between two validations.
     """
     if not samples:
-        return config
+        return config.model_copy(update={"sft": config.sft.model_copy(update={"val_samples": 0})})
     policy = config.actor_rollout_ref
     prompt, response = max(len(row.first_answer()[0]) for row in samples), config.sft.val_sample_tokens
     room = {"prompt_length": prompt, "response_length": response, "max_model_len": prompt + response}

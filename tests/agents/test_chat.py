@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dovetail.agents.chat import _CUT, _TOOL, ChatRenderer, ChatTemplateError, Rendered, _cases
+from dovetail.agents.chat import _TOOL, CUT, ChatRenderer, ChatTemplateError, Rendered, _cases
 from tests.agents.tokenizers import FAMILIES, family_tokenizer
 from tests.models.tiny import tiny_tokenizer
 
@@ -286,7 +286,7 @@ def test_a_template_that_writes_the_time_does_not_rewrite_history() -> None:
 @given(data=st.data())
 def test_ids_are_those_of_the_tokenizers_own_call(family: str, data: Any) -> None:
     chat, tokenizer = renderer(family), family_tokenizer(family)
-    text = data.draw(_texts(family)).replace(_CUT, "")
+    text = data.draw(_texts(family)).replace(CUT, "")
     expected = tokenizer.encode(text, add_special_tokens=False)
     assert chat._encode(text) == expected
     # What somebody else's call leaves behind in the tokenizer.

@@ -58,10 +58,10 @@ def test_parts_that_are_all_text_are_the_text() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"images": ["red.png"]}, "row 0: it has images or videos; .* as text alone"),
+        ({"images": ["red.png"]}, "row 0: it has images or videos, and the model has no processor"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image"}]}, {"role": "assistant", "content": "red"}]},
-            "row 0: messages has a part of the type 'image'; .* as text alone",
+            "row 0: it has images or videos, and the model has no processor",
         ),
     ],
 )
@@ -156,6 +156,32 @@ def test_calls_and_schemas_of_a_parquet_file_have_the_keys_that_were_written(tmp
 
 def _call(name: str, arguments: dict[str, str]) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def test_each_row_says_whether_the_model_may_think() -> None:
+    """The empty thought is the prompt's where thinking is off, and the answer's own where it is on."""
+    talk = {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}
+    flags: list[dict[str, Any]] = [{"enable_thinking": flag} for flag in (False, True, None)]
+    rows = opened([{**talk, **flag} for flag in flags] + [talk], "qwen3")
+    prompts = [family_tokenizer("qwen3").decode(rows[number][0].first_answer()[0]) for number in range(4)]
+    empty = "<think>\n\n</think>\n\n"
+    assert [prompt.endswith(empty) for prompt in prompts] == [True, False, False, False]
+    assert [trained_text("qwen3", rows[number][0]) for number in range(2)] == ["4<|im_end|>", f"{empty}4<|im_end|>"]
+    assert rows[0][0].ids == rows[1][0].ids
+    assert rows.ignores_thinking is False
+    open_rows = opened([{**talk, **flag} for flag in flags], "qwen3", sft={"enable_thinking_default": False})
+    assert [open_rows[number] == rows[0] for number in range(3)] == [True, False, True]
+    named = opened([{**talk, "thinks": False}], "qwen3", sft={"enable_thinking_key": "thinks"})
+    assert named[0] == rows[0]
+
+
+def test_a_flag_of_thinking_that_is_none_or_changes_nothing_is_named() -> None:
+    talk = {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}
+    with pytest.raises(DataError, match="row 0: enable_thinking is 'yes'; it must be true, false or null"):
+        opened([{**talk, "enable_thinking": "yes"}], "qwen3")
+    assert opened([{**talk, "enable_thinking": True}], "qwen2.5").ignores_thinking is True
+    assert opened([{"prompt": "a", "response": "b", "enable_thinking": True}], None).ignores_thinking is True
+    assert opened([talk], "qwen3").ignores_thinking is None
 
 
 def test_a_template_that_shows_no_tools_is_noticed() -> None:

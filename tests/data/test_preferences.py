@@ -98,9 +98,11 @@ def test_a_response_of_several_messages_trains_the_models_own_tokens_only(tmp_pa
     long = [GOOD, TOOL, {"role": "assistant", "content": "so it is"}]
     example = dataset(tmp_path, {"prompt": [USER], "chosen": long, "rejected": [BAD]}, family="qwen2.5")[0]
     tokenizer = family_tokenizer("qwen2.5")
-    trained = [token for token, own in zip(*example.chosen, strict=True) if own]
+    trained = [token for token, own in zip(example.chosen.ids, example.chosen.mask, strict=True) if own]
     assert tokenizer.decode(trained) == "hi<|im_end|>so it is<|im_end|>"
-    observed = tokenizer.decode([token for token, own in zip(*example.chosen, strict=True) if not own])
+    observed = tokenizer.decode(
+        [token for token, own in zip(example.chosen.ids, example.chosen.mask, strict=True) if not own]
+    )
     assert "found" in observed
     assert observed.endswith("<|im_start|>assistant\n")
     whole = tokenizer.decode([*example.prompt, *example.chosen.ids])

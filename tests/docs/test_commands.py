@@ -36,7 +36,7 @@ NOT_HERE = {
     "make demo": "installs from the network, then trains for minutes",
     "make test": "is what runs this",
     "dovetail data math --out data/math": "reads from the hub",
-    "python -m dovetail.trainer.fsdp_sft_trainer": "a run on eight devices; test_sft_runs has the entry",
+    "python -m dovetail.trainer.sft_trainer": "a run on two devices; test_sft_runs has the entry",
 }
 """Commands (or how they begin) that a machine without network cannot carry out."""
 ELSEWHERE = {

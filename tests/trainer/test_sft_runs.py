@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ from dovetail.config.root import DovetailConfig
 from dovetail.dashboard.report import write_report
 from dovetail.data.files import write_rows
 from dovetail.observability.run_folder import read_json_lines
-from dovetail.trainer import fsdp_sft_trainer, main_ppo
+from dovetail.trainer import fsdp_sft_trainer, main_ppo, sft_trainer, sft_trainer_ray
 from dovetail.trainer.examples import example_lengths
 from dovetail.trainer.method import RunOptions, open_method
+from dovetail.trainer.run import run_training
 from tests.trainer.toy_run import Toy, repeatable, save_toy_model, train, with_quick_workers
 
 ACTOR = "actor_rollout_ref.actor"
@@ -210,3 +212,60 @@ def test_verls_entry_fills_in_what_its_lists_leave_unsaid(monkeypatch: pytest.Mo
     monkeypatch.setenv("RANK", "1")
     assert fsdp_sft_trainer.main(lists) == 0
     assert len(asked) == 1
+
+
+THINKING = (
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}</s>{% endfor %}{% if add_generation_prompt %}"
+    "assistant: {% if enable_thinking is defined and not enable_thinking %}<no>{% endif %}{% endif %}"
+)
+
+
+def test_a_run_of_verls_entry_thinks_row_by_row_validates_each_epoch_and_saves_its_end(
+    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """8 rows in batches of 4 and two epochs: steps 2 and 4 end one. `save_freq=-1` still saves the last step."""
+    talks = [{**talk, "enable_thinking": bool(number % 2)} for number, talk in enumerate(TALKS)]
+    write_rows(talks[:8], tmp_path / "train.parquet")
+    write_rows(talks[8:10], tmp_path / "val.parquet")
+    monkeypatch.setattr(main_ppo, "run_ppo", partial(run_training, use_ray=False))
+    files = [f"data.{name}_files={tmp_path / name}.parquet" for name in ("train", "val")]
+    run = tmp_path / "run"
+    lists = [
+        *(*files, "data.train_batch_size=4", "data.max_token_len_per_gpu=1024", "engine=fsdp", "engine.strategy=fsdp2"),
+        *("engine.dtype=float32", "model=hf_model", f"model.path={toy.model}", f'data.chat_template="{THINKING}"'),
+        *("data.pad_mode=no_padding", "data.num_workers=2", "optim=fsdp", "optim.lr=1e-2", "trainer.total_epochs=2"),
+        *("trainer.test_freq=after_each_epoch", "trainer.save_freq=-1", "trainer.logger=[file]", "trainer.device=cpu"),
+        *(f"trainer.default_local_dir={run}", "checkpoint.save_contents=[model,hf_model]", "sft.val_sample_tokens=4"),
+    ]
+    assert sft_trainer_ray.main(lists) == 0
+    rows = list(read_json_lines(run / "metrics.jsonl"))
+    assert [row["step"] for row in rows if "val/loss" in row] == [0, 2, 4]
+    assert rows[-1]["val/loss"] < rows[0]["val/loss"]
+    assert [path.name for path in sorted(run.glob("global_step_*"))] == ["global_step_4"]
+    asked = [row["prompt"] for row in read_json_lines(run / "validation" / "step_4.jsonl")]
+    assert [prompt.endswith("assistant: <no>") for prompt in asked] == [True, False]
+
+
+def test_the_current_entry_has_the_defaults_of_verls_current_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def remember(config: DovetailConfig, **_: Any) -> Any:
+        asked.append(config)
+        raise FileNotFoundError("enough")
+
+    monkeypatch.setattr(main_ppo, "run_ppo", remember)
+    lists = ["model.path=m", "data.train_files=t.parquet", "data.micro_batch_size_per_gpu=2"]
+    assert sft_trainer.main([*lists, "trainer.save_freq=7"]) == 2
+    assert sft_trainer.main([*lists, "optim.lr=1e-4", "data.use_dynamic_bsz=False"]) == 2
+    first, second = (config.actor_rollout_ref.actor for config in asked)
+    assert (first.use_dynamic_bsz, first.ppo_max_token_len_per_gpu, first.optim.lr) == (True, 8192, 1e-3)
+    assert (second.use_dynamic_bsz, second.ppo_micro_batch_size_per_gpu, second.optim.lr) == (False, 2, 1e-4)
+    assert (first.optim.lr_scheduler_type, first.optim.betas, first.optim.weight_decay) == (
+        "constant",
+        (0.9, 0.999),
+        0.01,
+    )
+    for config, freq in zip(asked, (7, "at_end"), strict=True):
+        assert (config.trainer.method, config.data.train_batch_size, config.data.max_length) == ("sft", 256, 1024)
+        assert (config.trainer.total_epochs, config.trainer.world_size, config.trainer.seed) == (4, 1, 1)
+        assert (config.trainer.save_freq, config.sft.messages_key) == (freq, "messages")

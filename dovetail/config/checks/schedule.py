@@ -17,7 +17,7 @@ def _prompts(run: Examined) -> Findings:
 
 def _saving(run: Examined) -> Findings:
     trainer, steps = run.trainer, run.trainer.total_training_steps
-    if steps and trainer.save_freq > steps:
+    if steps and isinstance(trainer.save_freq, int) and trainer.save_freq > steps:
         fix = f"use {max(1, steps // 4)}"
         yield run.warning(f"<trainer.save_freq> exceeds all {steps} steps: no checkpoint before the end; {fix}.")
     if trainer.resume_mode == "resume_path" and not trainer.resume_from_path:

@@ -1,5 +1,6 @@
 """Other spellings: verl's names and those of older versions, and keys of other systems that do not exist here."""
 
+from dovetail.config.translate.engines import chosen_file
 from dovetail.config.translate.foreign import FOREIGN_KEYS, foreign_key
 from dovetail.config.translate.groups import GLOBAL_MICRO_BATCHES
 from dovetail.config.translate.short import SHORT_NAMES, expand
@@ -19,6 +20,7 @@ __all__ = [
     "TRANSLATIONS",
     "VALUE_SPELLINGS",
     "canonical",
+    "chosen_file",
     "expand",
     "foreign_key",
     "translate",

@@ -38,6 +38,11 @@ _REFUSED: tuple[tuple[str, str, tuple[object, ...]], ...] = (
     ("groups are taken as `async_training.order` says", "trainer.v1.sampler.custom_sampler.path", ()),
     ("a response ends where the model ends it", "data.min_response_length ROLLOUT.min_tokens", (0,)),
     ("engines read no text; give ids of tokens in `rollout.stop_token_ids`", _STOP_STRINGS, (None, "", [])),
+    (
+        "rows are packed, or padded to the longest of the micro-batch, which changes no loss; use no_padding or right",
+        "data.pad_mode",
+        ("no_padding", "right"),
+    ),
     ("the first token is sampled like the others", "ROLLOUT.use_fire_sampling", (False,)),
 )
 
@@ -51,7 +56,10 @@ _UNUSED: tuple[tuple[str, str], ...] = (
     ("batches travel through Ray's object store", "transfer_queue.* trainer.num_global_batch trainer.num_data_*"),
     ("data files are read where they are", "data.use_shm"),
     ("a row with messages is a conversation, whatever its turns", "data.multiturn.enable"),
-    ("`data.apply_chat_template_kwargs` says it for all rows", "data.multiturn.enable_thinking_key"),
+    (
+        "ids are those of inference; where a template rewrites history, another row begins",
+        "*.ignore_input_ids_mismatch",
+    ),
     ("prompts are not generated during training; write them to a file first", "data.datagen.*"),
     ("tool arguments are kept whenever a row has them", "data.need_tools_kwargs"),
     ("`data.filter_overlong_prompts` decides", "data.filter_prompts"),
@@ -69,7 +77,10 @@ _UNUSED: tuple[tuple[str, str], ...] = (
     ("use `param_offload`, or `offload_policy` with fsdp2", "*.fsdp_config.cpu_offload"),
     ("gradients live only during an update", "*.fsdp_config.grad_offload"),
     ("dovetail itself converts between Hugging Face and Megatron names", "*mbridge*"),
-    ("`model.use_remove_padding` decides for every backend", "*.megatron.use_remove_padding"),
+    (
+        "`model.use_remove_padding` decides for every backend",
+        "*.megatron.use_remove_padding *.fsdp_config.use_remove_padding",
+    ),
     ("the role decides", "*.megatron.forward_only"),
     ("use `override_transformer_config`", "*.megatron.extra.*"),
     ("Megatron's own FSDP is not used; choose strategy fsdp2", "*.megatron.use_megatron_fsdp"),

@@ -159,12 +159,8 @@ def _veto(keys: Translated, values: Values, threshold: Any, key: str) -> None:
 
 def implied_megatron(keys: Translated) -> None:
     """Lists for a Megatron file set `*.megatron.*` and no strategy, because that file chose the backend."""
-    leaves, engine = keys.leaves, keys.take("model_engine")
+    leaves = keys.leaves
     if leaves.get(f"{_ACTOR}.strategy") is not None:
-        return
-    if engine.get("model_engine") == "megatron":
-        keys.put(f"{_ACTOR}.strategy", "megatron", "model_engine")
-        keys.notice("model_engine", f"model_engine=megatron is read as {_ACTOR}.strategy=megatron.")
         return
     for role in (_ACTOR, "critic"):
         used = next((key for key in leaves if key.startswith(f"{role}.megatron.")), None)
@@ -246,6 +242,5 @@ GROUP_SPELLINGS = (
     (_VETOES[0], _RS, "one more rule, seq_max_k2 with the threshold 0.5 x log(veto)^2"),
     (f"{_CORRECTION}.use_policy_gradient", f"{_CORRECTION}.loss_type=reinforce", ""),
     (f"{_ACTOR}.megatron.*", f"{_ACTOR}.strategy=megatron", "when no strategy is set"),
-    ("model_engine=megatron", f"{_ACTOR}.strategy=megatron", "when no strategy is set"),
 )
 """What these rules do, for the documents: written as, read as, why."""

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from dovetail.config.translate.engines import chosen_file
 from dovetail.config.user_code import split_address
 
 SHORT_NAMES: dict[str, tuple[str, str]] = {
@@ -102,7 +103,10 @@ differs."""
 
 
 def expand(name: str, value: Any) -> dict[str, Any] | None:
-    """The keys that a short name sets; None when `name` is none, or is used as a section (`data: {...}`)."""
+    """The keys that a short name, or the name of one of verl's files, sets; None when `name` is none, or is used as a
+    section (`data: {...}`)."""
+    if (chosen := chosen_file(name, value)) is not None:
+        return chosen
     if name not in SHORT_NAMES or isinstance(value, Mapping):
         return None
     if value is None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from dovetail.config.keys import catalogue
 from dovetail.config.root import DovetailConfig
-from dovetail.config.translate import asynchronous
+from dovetail.config.translate import asynchronous, engines
 from dovetail.config.translate.groups import GROUP_RULES, GROUP_SPELLINGS, Translated
 
 
@@ -36,6 +36,7 @@ class Translation:
 _ARR = "actor_rollout_ref"
 _ACTOR, _REF, _ROLLOUT, _MODEL = f"{_ARR}.actor", f"{_ARR}.ref", f"{_ARR}.rollout", f"{_ARR}.model"
 _CORRECTION = "algorithm.rollout_correction"
+_CONVERSATION = "messages_key tools_key enable_thinking_key enable_thinking_default"
 _WHOLE_RUN, _NETWORK = "it holds for the whole run", "it is a choice of the network"
 
 
@@ -61,6 +62,7 @@ def _moved_from_fsdp() -> Iterator[Translation]:
     yield from _moved(f"{_ACTOR}.fsdp_config", _ACTOR, names, "it is a choice of the head")
     yield from _moved(f"{_REF}.fsdp_config", _REF, "use_torch_compile", "it is a choice of the head")
     yield from _moved(f"{_REF}.megatron", "trainer", "full_determinism", _WHOLE_RUN)
+    yield from _moved(f"{_ACTOR}.megatron", _ACTOR, "strategy use_torch_compile", "the role has one such key")
 
 
 def _of_roles() -> Iterator[Translation]:
@@ -114,7 +116,6 @@ TRANSLATIONS: tuple[Translation, ...] = (
     *_moved("rollout", "trainer", "total_epochs test_freq"),
     Translation("rollout.*", f"{_ROLLOUT}.*", "generation has one section"),
     Translation("sandbox_fusion.*", "reward_model.sandbox_fusion.*"),
-    Translation(f"{_ACTOR}.model_engine", "model_engine"),
     Translation("trainer.worker_env.*", "ray_init.runtime_env.env_vars.*"),
     *_moved_from_fsdp(),
     *_of_roles(),
@@ -131,17 +132,19 @@ TRANSLATIONS: tuple[Translation, ...] = (
     Translation("data.micro_batch_size_per_gpu", f"{_ACTOR}.ppo_micro_batch_size_per_gpu"),
     Translation("data.use_dynamic_bsz", f"{_ACTOR}.use_dynamic_bsz"),
     Translation("data.max_token_len_per_gpu", f"{_ACTOR}.ppo_max_token_len_per_gpu"),
-    *_moved("data", "sft", "response_key prompt_dict_keys response_dict_keys messages_key tools_key"),
-    *_moved("data.multiturn", "sft", "messages_key tools_key"),
+    *_moved("data", "sft", f"response_key prompt_dict_keys response_dict_keys {_CONVERSATION}"),
+    *_moved("data.multiturn", "sft", _CONVERSATION),
+    Translation("data.num_workers", "data.dataloader_num_workers"),
     Translation("data.balance_dp_token", "trainer.balance_batch"),
     Translation("data.chat_template", f"{_MODEL}.custom_chat_template"),
-    Translation("trainer.checkpoint.*", f"{_ACTOR}.checkpoint.*"),
+    *(Translation(f"{old}.*", f"{_ACTOR}.checkpoint.*") for old in ("checkpoint", "trainer.checkpoint")),
 )
 
 OTHER_SPELLINGS = (
     *((rule.old, rule.new, rule.why) for rule in TRANSLATIONS),
     *GROUP_SPELLINGS,
     *asynchronous.SPELLINGS,
+    *engines.SPELLINGS,
 )
 """For the documents: written as, read as, why."""
 
@@ -155,12 +158,13 @@ def translate(leaves: Mapping[str, Any]) -> Translated:
     if done.leaves.get("rollout.n") is not None and done.leaves.get(f"{_ROLLOUT}.n") is not None:
         value = done.leaves.pop("rollout.n")
         done.notice("rollout.n", f"rollout.n={value} has no effect beside {_ROLLOUT}.n.")
+    backend = engines.training_engine(done)
     for key in list(done.leaves):
-        new, why = canonical(key)
+        new, why = canonical(f"{backend}{key.removeprefix('engine')}" if key.startswith("engine.") else key)
         if new != key and (value := done.leaves.pop(key)) is not None:
             done.notice(key, f"{key} is read as {new}" + (f": {why}." if why else "."))
             done.put(new, value, key)
-    for rule in (*asynchronous.RULES, *GROUP_RULES):
+    for rule in (*asynchronous.RULES, *engines.RULES, *GROUP_RULES):
         rule(done)
     for key, spellings in VALUE_SPELLINGS.items():
         value = done.leaves.get(key)
