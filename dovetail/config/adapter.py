@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,7 @@ def adapter_folder(model: ModelConfig) -> Path | None:
 
 def read_adapter(path: str) -> dict[str, Any]:
     """The keys of a model's section that the adapter in this folder decides, with its values."""
-    file = Path(path).expanduser() / ADAPTER_SETTINGS
+    file = Path(os.path.expanduser(path)) / ADAPTER_SETTINGS  # Path's own raises for a user who does not exist
     try:
         file = fetch_file(path, ADAPTER_SETTINGS) if is_hub_name(path) else file
         raw = json.loads(file.read_text(encoding="utf-8"))

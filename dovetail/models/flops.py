@@ -81,6 +81,7 @@ class StepUtilisation:
                 actor_epochs=config.actor_rollout_ref.actor.ppo_epochs,
                 critic_epochs=config.critic.ppo_epochs,
                 adapters_only=config.actor_rollout_ref.model.uses_lora,
+                critic_adapters_only=config.critic.model.uses_lora,
                 shares_prompts=config.actor_rollout_ref.actor.use_prefix_grouper,
                 unscored=unscored,
             )
@@ -99,7 +100,9 @@ class StepUtilisation:
         peak, shape = self._peaks.get("training"), self._shapes.policy
         if peak is None or shape is None:
             return {}
-        passes = 2 if self._config.actor_rollout_ref.model.uses_lora else 3
+        config = self._config
+        trained = config.critic.model if config.trainer.method == "reward" else config.actor_rollout_ref.model
+        passes = 2 if trained.uses_lora else 3
         flops = passes * forward_flops(shape, lengths, num_head_tokens)
         return utilisation({phase: flops}, seconds, peak) | {"perf/peak_tflops": peak / 1e12}
 
@@ -147,6 +150,7 @@ def pass_flops(
     actor_epochs: int,
     critic_epochs: int,
     adapters_only: bool,
+    critic_adapters_only: bool = False,
     shares_prompts: bool = False,
     unscored: Tensor | None = None,
 ) -> dict[str, float]:
@@ -171,7 +175,7 @@ def pass_flops(
     if critic is not None:
         prompts, responses = _lengths(batch)
         value = forward_flops(critic, (prompts + responses).tolist(), 0)
-        flops |= {"values": value, "update_critic": 3 * value * critic_epochs}
+        flops |= {"values": value, "update_critic": (2 if critic_adapters_only else 3) * value * critic_epochs}
     return flops
 
 

@@ -55,7 +55,13 @@ def add_lora(
         lora_dropout=dropout,
         bias="none",
     )
-    inject_adapter_in_model(config, place, adapter_name=ADAPTER)
+    try:
+        inject_adapter_in_model(config, place, adapter_name=ADAPTER)
+    except ValueError as error:
+        raise ModelError(
+            f"target_modules={target_modules} with exclude_modules={exclude_modules} cannot be adapted in "
+            f"{type(hf_model).__name__}: {error} all-linear adapts every linear layer."
+        ) from error
     _refuse_what_cannot_be_merged(hf_model)
     for name, parameter in hf_model.named_parameters():
         parameter.requires_grad_(is_lora_name(name))

@@ -110,6 +110,20 @@ def test_pickled_weights_are_refused_with_the_way_out(tmp_path: Path) -> None:
     assert "save_pretrained() to convert it" in problem.message
 
 
+def test_an_adapter_on_the_hub_is_asked_for_its_settings_alone(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, str]] = []
+
+    def fetch_file(name: str, file: str) -> Path:
+        asked.append((name, file))
+        return adapter / file
+
+    monkeypatch.setattr("dovetail.config.adapter.fetch_file", fetch_file)
+    model = model_of(f"{M}.lora_adapter_path=org/adapter")
+    assert (model.lora_rank, model.lora_alpha) == (8, 32)
+    assert list(adapter_problems(M, model)) == []
+    assert set(asked) == {("org/adapter", "adapter_config.json")}
+
+
 def test_a_folder_that_is_not_here_is_planned_with_and_refused_by_a_run(tmp_path: Path) -> None:
     model = model_of(f"{M}.lora_adapter_path={tmp_path / 'nowhere'}")
     assert model.uses_lora

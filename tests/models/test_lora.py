@@ -111,6 +111,7 @@ def test_adapters_of_matrices_that_are_kept_the_other_way_round_are_merged_so() 
         ("mixtral", ["w1", "w2", "w3"], r"holds all experts"),
         ("qwen2", ["q_proj", "lm_head"], r"lm_head.*cannot be merged"),
         ("llama", ["embed_tokens"], r"embed_tokens.*cannot be merged"),
+        ("llama", ["nose_proj"], r"target_modules=\['nose_proj'\] .*LlamaForCausalLM: .*not found.*all-linear adapts"),
     ],
 )
 def test_adapters_that_cannot_be_merged_are_refused(family: str, targets: str | list[str], says: str) -> None:

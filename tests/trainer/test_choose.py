@@ -156,6 +156,11 @@ def test_adapters_and_orpo_learn_faster(words: list[str], more: list[str], rate:
     assert chosen(words[:2], *more).config.actor_rollout_ref.actor.optim.lr == pytest.approx(rate)
 
 
+def test_a_critic_of_adapters_learns_faster(words: list[str]) -> None:
+    adapters = ["algorithm.adv_estimator=gae", "critic.model.lora_rank=8"]
+    assert chosen(words, *adapters).config.critic.optim.lr == pytest.approx(1e-4)
+
+
 def test_launch_lists_of_verls_sft_trainer_keep_what_they_set(words: list[str]) -> None:
     data = words[1].partition("=")[2]
     list_ = [f"data.train_files={data}", f"model.partial_pretrain={words[0].partition('=')[2]}", "optim.lr=2e-5"]

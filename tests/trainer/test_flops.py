@@ -72,6 +72,11 @@ def test_updates_are_three_passes_and_a_prompt_is_read_once_by_the_engine(folder
     with_adapters = pass_flops(batch, policy=shape, critic=None, actor_epochs=1, critic_epochs=1, adapters_only=True)
     assert with_adapters["update_actor"] == 2 * forward
     assert "values" not in with_adapters
+    both = pass_flops(
+        batch, policy=shape, critic=shape, actor_epochs=1, critic_epochs=1, adapters_only=True,
+        critic_adapters_only=True,
+    )  # fmt: skip
+    assert both["update_critic"] == 2 * both["values"]
     others = pass_flops(
         batch, policy=shape, critic=None, actor_epochs=1, critic_epochs=1, adapters_only=False, shares_prompts=True,
         unscored=torch.tensor([False, False, True]),

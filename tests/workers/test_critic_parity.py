@@ -30,12 +30,17 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+LORA = {"lora_rank": 4, "lora_alpha": 8}
+
 LAYOUTS = {
     "reference": Layout(1),
     "micro-batches of 1": Layout(1, micro_batch=1),
     "dynamic micro-batches": Layout(1, tokens=25),
     "padded": Layout(1, model=PADDED),
     "gradient checkpointing": Layout(1, model={"enable_gradient_checkpointing": True}),
+    "lora": Layout(1, model=LORA),
+    "lora, fsdp2 x2": Layout(2, model=LORA, like="lora"),
+    "lora, fsdp x2": Layout(2, "fsdp", model=LORA, like="lora"),
     "fsdp2 x2": Layout(2),
     "fsdp2 x2, padded, dynamic": Layout(2, tokens=20, model=PADDED),
     "fsdp x2": Layout(2, "fsdp", micro_batch=1),
@@ -56,16 +61,19 @@ def prepare(rank: int, world_size: int, folder: Path) -> tuple[Path, DataProto]:
     return small_model(folder / "model", "llama"), rollout_batch()
 
 
-@pytest.mark.parametrize("name", slow_on_four(LAYOUTS, [name for name in LAYOUTS if name != "reference"]))
+@pytest.mark.parametrize("name", slow_on_four(LAYOUTS, [n for n in LAYOUTS if n not in ("reference", "lora")]))
 def test_an_update_does_not_depend_on_its_layout(name: str, trained: ByLayout) -> None:
-    assert_same_updates(trained[name], trained["reference"][0])
+    assert_same_updates(trained[name], trained[LAYOUTS[name].like][0])
 
 
 def test_the_updates_that_are_compared_clip_values_and_train_the_head(trained: ByLayout) -> None:
     first, second, *_ = trained["reference"][0].values()
     assert 0.01 < first.metrics["critic/vf_clipfrac"] < 0.95
     assert first.metrics["critic/grad_norm"] > 0.1
-    assert abs(first.weights["score.weight"] - second.weights["score.weight"]).max() > 100 * TOLERANCE
+    head, layer = "score.weight", "model.layers.1.mlp.up_proj.weight"
+    for name, moved in (("reference", head), ("lora", head), ("lora", layer)):
+        first, second, *_ = trained[name][0].values()
+        assert abs(first.weights[moved] - second.weights[moved]).max() > 100 * TOLERANCE, (name, moved)
 
 
 def test_values_are_of_the_state_before_each_token_in_the_order_given(tmp_path: Path) -> None:
