@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -25,7 +26,7 @@ from dovetail.models.load import Role, build_meta_model, load_config, model_fold
 from dovetail.models.lora import add_lora
 from dovetail.models.policy import PolicyModel
 from dovetail.models.value import RewardModel, ValueModel
-from dovetail.workers.compile_ahead import compile_ahead
+from dovetail.workers.compile_ahead import Pass, compile_ahead
 
 
 def strategy_for(strategy: Strategy, world_size: int, fsdp: FSDPConfig) -> Strategy:
@@ -57,14 +58,14 @@ def build_policy(
     recompute_entropy: bool = False,
     share_prefixes: bool = False,
     exact: bool = False,
-    ahead: bool = False,
+    ahead: Sequence[Pass] = (),
     longest_row: int | None = None,
     device: torch.device,
 ) -> TrainBackend:
     """The actor (`optim` given) or the reference. LoRA adapters go into the actor only. `exact`: `models.exact`;
     `longest_row`: `models.longrope`.
 
-    `ahead`: layers that are compiled may be so while weights are loaded (`compile_ahead`).
+    `ahead`: the passes whose layers, if they are compiled, may be so while weights are loaded (`compile_ahead`).
     """
     _import_external(model.external_lib)
     # On a CPU compiling costs minutes and wins nothing that a test or a laptop run would notice.
@@ -92,7 +93,7 @@ def build_policy(
         use_fp8_projections(hf_model, fp8_recipe, device)
     # Before gradient checkpointing, which hangs a hook on the embedding that no other process can be sent.
     if compiles and ahead and strategy_for(strategy, world_size, fsdp) == "single" and model.use_remove_padding:
-        compile_ahead(hf_model, precision_of(fsdp, trains=True), device)
+        compile_ahead(hf_model, precision_of(fsdp, trains=True), device, ahead)
     if optim is not None and model.enable_gradient_checkpointing:
         enable_gradient_checkpointing(hf_model)
     if compiles:
@@ -120,10 +121,19 @@ def build_policy(
 
 
 def build_actor(
-    policy: ActorRolloutRefConfig, total_training_steps: int, *, world_size: int, device: torch.device
+    policy: ActorRolloutRefConfig,
+    total_training_steps: int,
+    *,
+    world_size: int,
+    also_scores: bool = False,
+    device: torch.device,
 ) -> TrainBackend:
-    """The policy that is trained. `total_training_steps` is the length of its schedule where the config has none."""
+    """The policy that is trained. `total_training_steps` is the length of its schedule where the config has none.
+
+    `also_scores`: the run calls its layers, as they are compiled, without gradients too.
+    """
     actor, optim = policy.actor, _scheduled(policy.actor.optim, total_training_steps)
+    passes: tuple[Pass, ...] = ("no_grad", "grad") if also_scores else ("grad",)
     return build_policy(
         policy.model,
         strategy=actor.strategy,
@@ -141,7 +151,7 @@ def build_actor(
         share_prefixes=actor.use_prefix_grouper,
         exact=policy.rollout.exact,
         # vLLM refuses to start when memory of the device comes free while it measures its own.
-        ahead=policy.rollout.name == "native",
+        ahead=passes if policy.rollout.name == "native" else (),
         longest_row=policy.rollout.context_length,
         device=device,
     )

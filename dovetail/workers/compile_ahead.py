@@ -1,7 +1,8 @@
 """Compile decoder layers in processes of their own while this one loads weights, starts its engine and generates.
 
-They fill the caches that PyTorch keeps on disk, one for passes with gradients and one for those without. When the run
-first calls a layer, it finds the compiled kernels there and only traces; what is not there yet it compiles itself.
+They fill the caches that PyTorch keeps on disk, one for passes with gradients and one for those without, where the run
+has such passes. When it first calls a layer, it finds the compiled kernels there and only traces; what is not there yet
+it compiles itself.
 So nothing waits for these processes, and one that fails costs a line in the log.
 """
 
@@ -15,7 +16,8 @@ import subprocess
 import sys
 import threading
 import time
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -28,12 +30,17 @@ from dovetail.models.packing import PackedSegments
 
 logger = logging.getLogger(__name__)
 
+Pass = Literal["grad", "no_grad"]
+"""A forward with its backward, or a forward without gradients: graphs of their own."""
+
 _SECONDS = 300
 # Kernels are tuned for this many, as if they were a micro-batch. A prime: a size that equals another is taken for it.
 _TOKENS = 4099
 
 
-def compile_ahead(hf_model: Any, precision: Precision, device: torch.device) -> list[threading.Thread]:
+def compile_ahead(
+    hf_model: Any, precision: Precision, device: torch.device, passes: Sequence[Pass]
+) -> list[threading.Thread]:
     """Begin for a model on the meta device that one process will train; the threads end with their processes.
 
     Does nothing for a model that also sees images, nor for a deterministic run: kernels are tuned for the tokens of
@@ -50,7 +57,7 @@ def compile_ahead(hf_model: Any, precision: Precision, device: torch.device) -> 
     except Exception as error:  # noqa: BLE001  the process boundary: whatever a model of the user's own holds
         logger.info("layers are compiled in the first step, not before: %s", error)
         return []
-    threads = [threading.Thread(target=_run, args=(name, job), daemon=True) for name in ("no_grad", "grad")]
+    threads = [threading.Thread(target=_run, args=(name, job), daemon=True) for name in passes]
     for thread in threads:
         thread.start()
     return threads

@@ -6,7 +6,7 @@ import logging
 import os
 import pickle
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,14 @@ from dovetail.models.compile import compile_layers
 from dovetail.models.load import build_meta_model
 from dovetail.models.lora import add_lora
 from dovetail.models.policy import PolicyModel
+from dovetail.workers.actor_rollout_ref import ActorRolloutRefWorker
 from dovetail.workers.build import build_actor
-from dovetail.workers.compile_ahead import compile_ahead, run_two_layers
+from dovetail.workers.compile_ahead import Pass, compile_ahead, run_two_layers
+from dovetail.workers.offline import OfflineWorker
+from dovetail.workers.preferences import PreferenceWorker
+from dovetail.workers.sft import SFTWorker
 from tests.models.tiny import run_model, tiny_config
-from tests.workers.tiny_run import run_config, small_model
+from tests.workers.tiny_run import NUM_ROWS, run_config, small_model
 
 pytestmark = pytest.mark.unit
 
@@ -31,6 +35,7 @@ CPU = torch.device("cpu")
 # Without the compilers that fail, which `make test` and `make test-all` put first.
 REAL_PATH = os.pathsep.join(part for part in os.get_exec_path() if Path(part).name != "no_compiler")
 MIXED = Precision(torch.float32, torch.bfloat16, torch.float32)
+BOTH: tuple[Pass, ...] = ("no_grad", "grad")
 
 
 def on_meta(family: str = "qwen2") -> Any:
@@ -100,7 +105,7 @@ def test_a_run_finds_what_was_compiled_ahead(tmp_path: Path, monkeypatch: pytest
         monkeypatch.delenv(compiler, raising=False)
     monkeypatch.setattr("torch._inductor.config.cpp.cxx", (None, "g++"))  # where PyTorch has read the environment
     torch.set_float32_matmul_precision("highest")  # as a worker does: it counts, even where it changes nothing
-    for thread in compile_ahead(on_meta(), MIXED, CPU):
+    for thread in compile_ahead(on_meta(), MIXED, CPU, BOTH):
         thread.join()
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -115,7 +120,7 @@ def test_a_process_that_fails_is_a_line_in_the_log(
 ) -> None:
     monkeypatch.setattr("sys.executable", shutil.which("false") or os.devnull)
     with caplog.at_level(logging.INFO):
-        for thread in compile_ahead(on_meta(), MIXED, CPU):
+        for thread in compile_ahead(on_meta(), MIXED, CPU, BOTH):
             thread.join()
     assert sorted(record.message.split(":")[0] for record in caplog.records) == [
         f"layers ({name}) are compiled in the first step, not before" for name in ("grad", "no_grad")
@@ -123,10 +128,10 @@ def test_a_process_that_fails_is_a_line_in_the_log(
 
 
 def test_nothing_is_compiled_ahead_for_a_deterministic_run_nor_beside_a_vision_tower() -> None:
-    assert compile_ahead(on_meta("qwen2_5_vl"), MIXED, CPU) == []
+    assert compile_ahead(on_meta("qwen2_5_vl"), MIXED, CPU, BOTH) == []
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        assert compile_ahead(on_meta(), MIXED, CPU) == []
+        assert compile_ahead(on_meta(), MIXED, CPU, BOTH) == []
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -141,7 +146,7 @@ class Begun(Exception):
 def test_only_beside_the_embedded_engine_on_cuda(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str, device: str, begins: bool
 ) -> None:
-    def begin(hf_model: Any, precision: Precision, device: torch.device) -> None:
+    def begin(hf_model: Any, precision: Precision, device: torch.device, passes: Sequence[Pass]) -> None:
         pickle.dumps(hf_model.base_model)  # no hooks of gradient checkpointing yet, which cannot be
         raise Begun
 
@@ -157,3 +162,52 @@ def test_only_beside_the_embedded_engine_on_cuda(
     policy = run_config(small_model(tmp_path), keys).actor_rollout_ref
     with pytest.raises(Begun if begins else RuntimeError):
         build_actor(policy, 1, world_size=1, device=torch.device(device))
+
+
+RL, SFT, DPO = ActorRolloutRefWorker, SFTWorker, PreferenceWorker
+ONE_STEP = {"actor_rollout_ref.actor.ppo_mini_batch_size": NUM_ROWS}
+KL = {"actor_rollout_ref.actor.use_kl_loss": True}
+LORA = {"actor_rollout_ref.model.lora_rank": 4}
+LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
+BYPASS = {"algorithm.rollout_correction.bypass_mode": True}
+VALIDATED = {"data.val_files": "val.jsonl"}
+
+
+@pytest.mark.parametrize(
+    ("role", "keys", "also_scores"),
+    [
+        (RL, ONE_STEP, False),
+        (RL, {}, True),  # old log-probs of all mini-batches but the first
+        (RL, BYPASS, False),
+        (RL, ONE_STEP | {"algorithm.use_kl_in_reward": True}, True),
+        (RL, ONE_STEP | KL, True),  # the reference, a model like the actor
+        (RL, ONE_STEP | KL | LORA, False),
+        (RL, ONE_STEP | KL | {"actor_rollout_ref.ref.use_torch_compile": False}, False),
+        (RL, ONE_STEP | {LOSS: "clip_cov"}, True),
+        (RL, ONE_STEP | {LOSS: "gspo"}, False),
+        (SFT, {}, False),
+        (SFT, VALIDATED, True),
+        (DPO, {}, True),
+        (DPO, LORA, False),
+        (DPO, {"dpo.loss_type": "simpo"}, False),
+        (DPO, LORA | {"dpo.loss_type": "kto"}, True),
+    ],
+)
+def test_passes_without_gradients_are_compiled_ahead_where_the_run_has_them(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    role: type[ActorRolloutRefWorker | OfflineWorker],
+    keys: dict[str, Any],
+    also_scores: bool,
+) -> None:
+    begun: list[Sequence[Pass]] = []
+
+    def begin(hf_model: Any, precision: Precision, device: torch.device, passes: Sequence[Pass]) -> None:
+        begun.append(passes)
+        raise Begun
+
+    monkeypatch.setattr("dovetail.workers.build.compile_ahead", begin)
+    monkeypatch.setattr(role, "device", torch.device("cuda"))
+    with pytest.raises(Begun):
+        role(run_config(small_model(tmp_path), keys)).init_model(1)
+    assert begun == [BOTH if also_scores else ("grad",)]
