@@ -11,6 +11,7 @@ import torch
 
 from dovetail.backends.base import TrainBackend
 from dovetail.backends.build import build_backend, precision_of
+from dovetail.backends.compile_ahead import CompileAhead, Pass, compile_ahead
 from dovetail.config.actor import Strategy
 from dovetail.config.critic import CriticConfig
 from dovetail.config.fsdp import FSDPConfig
@@ -26,7 +27,6 @@ from dovetail.models.load import Role, build_meta_model, load_config, model_fold
 from dovetail.models.lora import add_lora
 from dovetail.models.policy import PolicyModel
 from dovetail.models.value import RewardModel, ValueModel
-from dovetail.workers.compile_ahead import Pass, compile_ahead
 
 
 def strategy_for(strategy: Strategy, world_size: int, fsdp: FSDPConfig) -> Strategy:
@@ -92,8 +92,9 @@ def build_policy(
     if fp8_recipe is not None:
         use_fp8_projections(hf_model, fp8_recipe, device)
     # Before gradient checkpointing, which hangs a hook on the embedding that no other process can be sent.
+    compiling: CompileAhead | None = None
     if compiles and ahead and strategy_for(strategy, world_size, fsdp) == "single" and model.use_remove_padding:
-        compile_ahead(hf_model, precision_of(fsdp, trains=True), device, ahead)
+        compiling = compile_ahead(hf_model, precision_of(fsdp, trains=True), device, ahead)
     if optim is not None and model.enable_gradient_checkpointing:
         enable_gradient_checkpointing(hf_model)
     if compiles:
@@ -116,6 +117,7 @@ def build_policy(
         max_grad_norm=grad_clip,
         sp_size=sp_size,
         offload_activations=optim is not None and model.enable_activation_offload,
+        compiling=compiling,
         device=device,
     )
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from dovetail.backends.compile_ahead import FIRST_PASS, CompileAhead, Pass, compile_ahead, run_two_layers
 from dovetail.backends.sharding import Precision
 from dovetail.backends.single import SingleProcess
 from dovetail.models.compile import compile_layers
@@ -22,7 +23,6 @@ from dovetail.models.lora import add_lora
 from dovetail.models.policy import PolicyModel
 from dovetail.workers.actor_rollout_ref import ActorRolloutRefWorker
 from dovetail.workers.build import build_actor
-from dovetail.workers.compile_ahead import Pass, compile_ahead, run_two_layers
 from dovetail.workers.offline import OfflineWorker
 from dovetail.workers.preferences import PreferenceWorker
 from dovetail.workers.sft import SFTWorker
@@ -40,6 +40,12 @@ BOTH: tuple[Pass, ...] = ("no_grad", "grad")
 
 def on_meta(family: str = "qwen2") -> Any:
     return build_meta_model(tiny_config(family), "policy")
+
+
+def started() -> CompileAhead:
+    ahead = compile_ahead(on_meta(), MIXED, CPU, BOTH)
+    assert ahead is not None
+    return ahead
 
 
 def with_lora() -> Any:
@@ -65,7 +71,7 @@ def train_and_score(model: Any, length: int) -> None:
 
 @pytest.mark.parametrize("build", [on_meta, pytest.param(with_lora, marks=pytest.mark.slow)])
 def test_the_graphs_of_a_run_are_compiled_ahead(monkeypatch: pytest.MonkeyPatch, build: Callable[[], Any]) -> None:
-    monkeypatch.setattr("dovetail.workers.compile_ahead._TOKENS", 23)  # a graph is handed over with sizes in numbers
+    monkeypatch.setattr("dovetail.backends.compile_ahead._TOKENS", 23)  # a graph is handed over with sizes in numbers
     graphs: set[str] = set()
 
     def note(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
@@ -98,40 +104,51 @@ def test_the_graphs_of_a_run_are_compiled_ahead(monkeypatch: pytest.MonkeyPatch,
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(shutil.which("g++", path=REAL_PATH) is None, reason="compiles for the CPU")
-def test_a_run_finds_what_was_compiled_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_finds_what_was_compiled_ahead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("PATH", REAL_PATH)
     for compiler in ("CC", "CXX"):
         monkeypatch.delenv(compiler, raising=False)
     monkeypatch.setattr("torch._inductor.config.cpp.cxx", (None, "g++"))  # where PyTorch has read the environment
     torch.set_float32_matmul_precision("highest")  # as a worker does: it counts, even where it changes nothing
-    for thread in compile_ahead(on_meta(), MIXED, CPU, BOTH):
-        thread.join()
+    monkeypatch.setattr("dovetail.backends.compile_ahead.WAIT_S", 600.0)
+    ahead = started()
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    train_and_score(on_meta(), 5000)  # up to 4096 tokens PyTorch sums differently
+    with caplog.at_level(logging.INFO), ahead.around("grad"), ahead.around("no_grad"):
+        train_and_score(on_meta(), 5000)  # up to 4096 tokens PyTorch sums differently
     counters = torch._dynamo.utils.counters
     assert counters["inductor"]["fxgraph_cache_hit"] >= 8
     assert counters["inductor"]["fxgraph_cache_miss"] == counters["aot_autograd"]["autograd_cache_miss"] == 0
+    (said,) = (r.args for r in caplog.records if r.msg == FIRST_PASS and "'grad'" in str(r.args))
+    assert isinstance(said, dict)
+    assert said["hits"] >= 8
+    assert said["misses"] == said["autograd_misses"] == 0
+    assert said["compiler_s"] > 0
 
 
 def test_a_process_that_fails_is_a_line_in_the_log(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("sys.executable", shutil.which("false") or os.devnull)
+    monkeypatch.setattr("dovetail.backends.compile_ahead.WAIT_S", 60.0)
     with caplog.at_level(logging.INFO):
-        for thread in compile_ahead(on_meta(), MIXED, CPU, BOTH):
-            thread.join()
-    assert sorted(record.message.split(":")[0] for record in caplog.records) == [
-        f"layers ({name}) are compiled in the first step, not before" for name in ("grad", "no_grad")
-    ]
+        ahead = started()
+        for name in BOTH:
+            with ahead.around(name):
+                pass
+    for name in BOTH:
+        assert f"layers ({name}) are compiled in the first step, not before: status 1" in caplog.text
+        assert f"first pass ({name}): layers compiled ahead: failed, waited for" in caplog.text
 
 
 def test_nothing_is_compiled_ahead_for_a_deterministic_run_nor_beside_a_vision_tower() -> None:
-    assert compile_ahead(on_meta("qwen2_5_vl"), MIXED, CPU, BOTH) == []
+    assert compile_ahead(on_meta("qwen2_5_vl"), MIXED, CPU, BOTH) is None
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        assert compile_ahead(on_meta(), MIXED, CPU, BOTH) == []
+        assert compile_ahead(on_meta(), MIXED, CPU, BOTH) is None
     finally:
         torch.use_deterministic_algorithms(False)
 
