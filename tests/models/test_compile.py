@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
-from dovetail.models.attention import PACKED_ATTENTION, register_packed_attention
+from dovetail.models.attention import PACKED_ATTENTION, no_mask, register_packed_attention
 from dovetail.models.packing import PackedSegments
 from tests.models.tiny import tiny_model
 
@@ -27,8 +27,8 @@ def test_layers_are_compiled_once_whatever_the_number_of_sequences(device: str) 
         offsets = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
         ids = torch.arange(sum(lengths), device=device)[None] % 50
         segments = PackedSegments(lengths, offsets)
-        logits = model(input_ids=ids, position_ids=positions, use_cache=False, segments=segments).logits
-        logits.sum().backward()
+        inputs = {"input_ids": ids, "position_ids": positions, "attention_mask": no_mask().to(device)}
+        model(**inputs, use_cache=False, segments=segments).logits.sum().backward()
         return programs.frame_count
 
     first = run(3, 4)
