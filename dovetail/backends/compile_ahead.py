@@ -35,7 +35,7 @@ Pass = Literal["grad", "no_grad"]
 """A forward with its backward, or a forward without gradients: graphs of their own."""
 
 WAIT_S = 10.0
-"""Longest wait for a process. A cold compilation of the same in this process takes about as long."""
+"""Longest wait for a process. After that this one compiles too, beside it."""
 FIRST_PASS = (
     "first pass (%(name)s): layers compiled ahead: %(ahead)s, waited for %(waited_s).1f s; then %(compiler_s).1f s in "
     "the compiler: %(hits)d graphs from its cache, %(misses)d not in it, %(uncached)d that cannot be; "
