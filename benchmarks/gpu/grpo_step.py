@@ -5,6 +5,7 @@ side runs in a process of its own and reports the seconds of each step; the firs
 
     python -m benchmarks.gpu.grpo_step                       # every side whose package is installed
     python -m benchmarks.gpu.grpo_step dovetail trl --steps 4
+    python -m benchmarks.gpu.grpo_step --first-step          # where the seconds to the end of the first step go
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -36,6 +38,7 @@ SIDES = {
     "trl": ("trl", "vllm"),
     "plain": (),
 }
+COMPILER_CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
 ENGINE_MEMORY = 0.4  # Share of the device that the rollout engine of either program may take.
 
 
@@ -51,11 +54,18 @@ def main() -> None:
     parser.add_argument(
         "--trl-liger", action=argparse.BooleanOptionalAction, default=True, help="Liger's kernels in TRL's layers"
     )
+    parser.add_argument(
+        "--first-step",
+        action="store_true",
+        help="dovetail alone: the phases up to the end of step 1, with empty compiler caches and with those it left",
+    )
     parser.add_argument("--set", nargs="*", default=[], help="more keys of dovetail's sides")
     parser.add_argument("--run", choices=SIDES, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if unknown := sorted(set(args.sides) - set(SIDES)):
         parser.error(f"unknown side {', '.join(unknown)}; choose from {', '.join(SIDES)}")
+    if args.first_step and args.sides:
+        parser.error(f"--first-step measures dovetail alone; leave {' '.join(args.sides)} out")
     if args.run:
         found = run_side(args.run, args.folder, args)
         (args.folder / f"{args.run}.json").write_text(json.dumps(found))
@@ -64,6 +74,9 @@ def main() -> None:
     if not (folder / "model" / "config.json").exists():
         folder.mkdir(parents=True, exist_ok=True)
         write_workload(folder, args.shape, steps=args.steps)
+    if args.first_step:
+        print(first_step_table(measure_first_steps(folder, args)))
+        return
     print(table([measure(side, folder, args) for side in args.sides or SIDES]))
 
 
@@ -88,8 +101,8 @@ def run_side(side: str, folder: Path, args: argparse.Namespace) -> dict[str, Any
     )
 
 
-def measure(side: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """One side in a process of its own, so that its device memory is gone afterwards."""
+def measure(side: str, folder: Path, args: argparse.Namespace, env: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """One side in a process of its own, so that its device memory is gone afterwards. `env` adds to its environment."""
     missing = [name for name in SIDES[side] if importlib.util.find_spec(name) is None]
     if missing:
         return {"side": side, "note": f"not run: {', '.join(missing)} is not installed"}
@@ -101,7 +114,7 @@ def measure(side: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]
     with log.open("w") as stream:
         for_trl = ["--trl-micro-batch", str(args.trl_micro_batch), f"--{'' if args.trl_liger else 'no-'}trl-liger"]
         command += ["--steps", str(args.steps), *for_trl, "--set", *args.set]
-        done = subprocess.run(command, stdout=stream, stderr=subprocess.STDOUT)
+        done = subprocess.run(command, stdout=stream, stderr=subprocess.STDOUT, env={**os.environ, **(env or {})})
     if not result.exists():
         tail = "".join(log.read_text(errors="replace").splitlines(keepends=True)[-25:])
         return {"side": side, "note": f"failed with exit code {done.returncode}; last lines of {log}:\n{tail}"}
@@ -114,6 +127,33 @@ def measure(side: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]
         "whole_process_s": time.perf_counter() - started,
         **{name: value for name, value in found.items() if name != "step_s"},
     }
+
+
+def measure_first_steps(folder: Path, args: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """The same run twice: nothing compiled yet, then with the caches of the first. The model's files are read from
+    memory both times."""
+    with tempfile.TemporaryDirectory() as caches:
+        env = {name: f"{caches}/{name}" for name in COMPILER_CACHES}
+        return {name: measure("dovetail", folder, args, env) for name in ("cold", "with caches")}
+
+
+def first_step_table(runs: Mapping[str, Mapping[str, Any]]) -> str:
+    """A column for each run: its phases up to the end of step 1, then what its first passes found compiled ahead."""
+    columns: dict[str, dict[str, Any]] = {}
+    for name, run in runs.items():
+        if "step_s" not in run:
+            return f"{name}: {run['note']}"
+        column = columns[name] = {**run["start_s"], "start to end of step 1": run["start_and_first_step_s"]}
+        column["later steps"] = run["step_s"]
+        for found in run["first_passes"]:
+            column |= {f"{found['name']}: {key}": value for key, value in found.items() if key != "name"}
+    rows = dict.fromkeys(row for column in columns.values() for row in column)
+    width = max(map(len, rows))
+    lines = [" ".join([" " * width, *(f"{name:>12}" for name in columns)])]
+    for row in rows:
+        values = (column.get(row, "-") for column in columns.values())
+        lines.append(" ".join([f"{row:{width}}", *(f"{_rounded(value)!s:>12}" for value in values)]))
+    return "\n".join(lines)
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -135,6 +175,20 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def _rounded(value: Any) -> Any:
     return round(value, 2) if isinstance(value, float) else value
+
+
+class FirstPasses(logging.Handler):
+    """What the log says of first passes, as numbers; of workers in this process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[dict[str, Any]] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        from dovetail.backends.compile_ahead import FIRST_PASS
+
+        if record.msg == FIRST_PASS and isinstance(record.args, Mapping):
+            self.found.append(dict(record.args))
 
 
 class StepClock:
@@ -173,7 +227,8 @@ def run_dovetail(
     from dovetail.observability.run_folder import TIMELINE, read_json_lines
     from dovetail.trainer.run import run_training
 
-    logging.basicConfig(level=logging.INFO)  # how long compiling ahead took, among others
+    first_passes = FirstPasses()
+    logging.basicConfig(level=logging.INFO, handlers=[logging.StreamHandler(), first_passes])
     policy = "actor_rollout_ref"
     config = load_config(
         overrides=[
@@ -214,7 +269,7 @@ def run_dovetail(
     (started,) = (row for row in read_json_lines(run.folder / TIMELINE) if row["step"] == 0)
     first = {f"{who}: {phase}": round(end - start, 1) for who, phase, start, end, _ in started["spans"]}
     first |= {name: round(value, 1) for name, value in clock.metrics[0].items() if name.startswith("timing_s/")}
-    parts: dict[str, Any] = {"start_s": first}
+    parts: dict[str, Any] = {"start_s": first, "first_passes": first_passes.found}
     for name in ("timing_s/gen", "timing_s/update_actor", "timing_s/reward", "timing_s/adv"):
         values = [metrics[name] for metrics in clock.metrics[1:] if name in metrics]
         if values:

@@ -6,7 +6,9 @@ Written in a thread of their own, beside the step; every file appears only when 
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +33,7 @@ class AnswerFiles:
         self._settings = settings
         self._work = Background("answers")
         self._driver_tokenizer = tokenizer
-        # A tokenizer of its own: it works beside the driver, which reads prompts.
-        self._tokenizer = copy.deepcopy(tokenizer)
-        self._rows = RolloutRows(self._tokenizer)
+        self._load_tokenizer = _copied_later(tokenizer)
 
     def write_training(self, step: int, batch: DataProto) -> None:
         self._work.submit(lambda: self._write_training(step, batch))
@@ -58,6 +58,15 @@ class AnswerFiles:
     def close(self) -> None:
         self._work.close()
 
+    @cached_property
+    def _tokenizer(self) -> Any:
+        """The thread's own, made there: one tokenizer is not for two threads, and the driver reads prompts with its."""
+        return self._load_tokenizer()
+
+    @cached_property
+    def _rows(self) -> RolloutRows:
+        return RolloutRows(self._tokenizer)
+
     def _write_training(self, step: int, batch: DataProto) -> None:
         batch = _scored_first(batch)
         if self._settings.rollout_data_dir is None:
@@ -76,6 +85,16 @@ class AnswerFiles:
     def _write_dump(self, key: str, step: int, rows: list[dict[str, Any]]) -> None:
         file = Path(getattr(self._settings, key)) / f"{step}.jsonl"
         write_json_lines(file, rows, advice=f"free some space, or set trainer.{key} to another disk")
+
+
+def _copied_later(tokenizer: Any) -> Callable[[], Any]:
+    """What makes a copy without reading the original. Now it is only written down: that is a fifth of the time."""
+    try:
+        written = pickle.dumps(tokenizer, protocol=5)
+    except (pickle.PicklingError, TypeError, AttributeError):  # a user's own, with a lambda in it
+        copied = copy.deepcopy(tokenizer)
+        return lambda: copied
+    return lambda: pickle.loads(written)
 
 
 def _scored_first(batch: DataProto) -> DataProto:

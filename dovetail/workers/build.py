@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
 
 from dovetail.backends.base import TrainBackend
 from dovetail.backends.build import build_backend, precision_of
+from dovetail.backends.compile_ahead import CompileAhead, Pass, compile_ahead
 from dovetail.config.actor import Strategy
 from dovetail.config.adapter import adapter_folder
 from dovetail.config.critic import CriticConfig
@@ -26,7 +28,6 @@ from dovetail.models.load import Role, build_meta_model, load_config, model_fold
 from dovetail.models.lora import add_adapters
 from dovetail.models.policy import PolicyModel
 from dovetail.models.value import RewardModel, ValueModel
-from dovetail.workers.compile_ahead import compile_ahead
 
 
 def strategy_for(strategy: Strategy, world_size: int, fsdp: FSDPConfig) -> Strategy:
@@ -58,14 +59,14 @@ def build_policy(
     recompute_entropy: bool = False,
     share_prefixes: bool = False,
     exact: bool = False,
-    ahead: bool = False,
+    ahead: Sequence[Pass] = (),
     longest_row: int | None = None,
     device: torch.device,
 ) -> TrainBackend:
     """The actor (`optim` given) or the reference. LoRA adapters go into the actor only. `exact`: `models.exact`;
     `longest_row`: `models.longrope`.
 
-    `ahead`: layers that are compiled may be so while weights are loaded (`compile_ahead`).
+    `ahead`: the passes whose layers, if they are compiled, may be so while weights are loaded (`compile_ahead`).
     """
     _import_external(model.external_lib)
     # On a CPU compiling costs minutes and wins nothing that a test or a laptop run would notice.
@@ -92,8 +93,9 @@ def build_policy(
     if fp8_recipe is not None:
         use_fp8_projections(hf_model, fp8_recipe, device)
     # Before gradient checkpointing, which hangs a hook on the embedding that no other process can be sent.
+    compiling: CompileAhead | None = None
     if compiles and ahead and strategy_for(strategy, world_size, fsdp) == "single" and model.use_remove_padding:
-        compile_ahead(hf_model, precision_of(fsdp, trains=True), device)
+        compiling = compile_ahead(hf_model, precision_of(fsdp, trains=True), device, ahead)
     if optim is not None and model.enable_gradient_checkpointing:
         enable_gradient_checkpointing(hf_model)
     if compiles:
@@ -117,15 +119,25 @@ def build_policy(
         max_grad_norm=grad_clip,
         sp_size=sp_size,
         offload_activations=optim is not None and model.enable_activation_offload,
+        compiling=compiling,
         device=device,
     )
 
 
 def build_actor(
-    policy: ActorRolloutRefConfig, total_training_steps: int, *, world_size: int, device: torch.device
+    policy: ActorRolloutRefConfig,
+    total_training_steps: int,
+    *,
+    world_size: int,
+    also_scores: bool = False,
+    device: torch.device,
 ) -> TrainBackend:
-    """The policy that is trained. `total_training_steps` is the length of its schedule where the config has none."""
+    """The policy that is trained. `total_training_steps` is the length of its schedule where the config has none.
+
+    `also_scores`: the run calls its layers, as they are compiled, without gradients too.
+    """
     actor, optim = policy.actor, _scheduled(policy.actor.optim, total_training_steps)
+    passes: tuple[Pass, ...] = ("no_grad", "grad") if also_scores else ("grad",)
     return build_policy(
         policy.model,
         strategy=actor.strategy,
@@ -143,7 +155,7 @@ def build_actor(
         share_prefixes=actor.use_prefix_grouper,
         exact=policy.rollout.exact,
         # vLLM refuses to start when memory of the device comes free while it measures its own.
-        ahead=policy.rollout.name == "native",
+        ahead=passes if policy.rollout.name == "native" else (),
         longest_row=policy.rollout.context_length,
         device=device,
     )

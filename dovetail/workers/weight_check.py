@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dovetail.backends.base import ForwardOptions, TrainBackend
+from dovetail.models.compile import uncompiled
 from dovetail.rollout.base import GenerationResult, RolloutEngine
 from dovetail.weight_sync import NamedTensors, SampledWeights, WeightMismatchError, require_equal
 from dovetail.workers.parity import ParityProbe, ParityReport
@@ -95,7 +96,7 @@ def compare_answers(probe: ParityProbe, answers: Sequence[GenerationResult], bac
     distinct = {_tokens(one): probe.batch(one) for one in everyone}
     width = next(iter(distinct.values())).tensors["responses"].shape[1]
     # A forward without gradients is a program of its own, and many runs would compile it for this call alone.
-    with torch.compiler.set_stance("force_eager"):
+    with uncompiled():
         outputs = backend.forward(list(distinct.values()), ForwardOptions(best=True, last_tokens=width))
     mine = outputs[list(distinct).index(_tokens(answers))]
     return probe.judge(answers, _on_host(mine.log_probs, width), _on_host(mine.best, width))

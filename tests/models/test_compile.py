@@ -27,9 +27,8 @@ def test_layers_are_compiled_once_whatever_the_number_of_sequences(device: str) 
         offsets = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
         ids = torch.arange(sum(lengths), device=device)[None] % 50
         segments = PackedSegments(lengths, offsets)
-        packed = {"attention_mask": no_mask().to(device), "position_ids": positions, "segments": segments}
-        logits = model(input_ids=ids, use_cache=False, **packed).logits
-        logits.sum().backward()
+        inputs = {"input_ids": ids, "position_ids": positions, "attention_mask": no_mask().to(device)}
+        model(**inputs, use_cache=False, segments=segments).logits.sum().backward()
         return programs.frame_count
 
     first = run(3, 4)

@@ -9,7 +9,7 @@ from dovetail.models.activations import activation_offload, enable_gradient_chec
 from dovetail.models.attention import _Options, _sdpa_by_sequence, _torch_varlen
 from dovetail.models.compile import compile_layers
 from dovetail.models.fp8 import Recipe, multiply, quantize_rows, quantize_transposed, use_fp8_projections
-from dovetail.models.head import fused_linear_log_prob, plain_log_prob_entropy
+from dovetail.models.head import add_product, adds_in_product, fused_linear_log_prob, plain_log_prob_entropy
 from dovetail.models.packing import PackedSegments, pack_batch
 from dovetail.models.policy import PolicyModel
 from dovetail.models.transfer import to_device
@@ -195,3 +195,26 @@ def test_compiled_fp8_layers_equal_eager_ones_and_are_near_plain_ones(recipe: Re
     plain, eager, compiled = gradients(False, False), gradients(True, False), gradients(True, True)
     assert (eager - plain).norm() < 1.2 * emulated.cuda()
     assert (compiled - eager).norm() / eager.norm() < 0.05
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("vocabulary", [9000, 9001])
+def test_a_product_added_in_one_call_is_the_sum_of_products_in_float32(dtype: torch.dtype, vocabulary: int) -> None:
+    """Four chunks of 301 rows, one of them a single row, against float64 and against a product that is added by itself.
+    Both sum 904 float32 products, so they differ from float64 by up to 904 units in the last place of the largest
+    partial sum, and less as errors cancel: 1e-5 of the largest entry."""
+    torch.manual_seed(0)
+    device = torch.device("cuda", torch.cuda.current_device())
+    once, apart = torch.zeros(2, vocabulary, 96, device=device)
+    exact = torch.zeros(vocabulary, 96, dtype=torch.float64, device=device)
+    for rows in (301, 301, 1, 301):
+        left, right = torch.randn(rows, vocabulary, device=device), torch.randn(rows, 96, device=device)
+        left, right = left.to(dtype), right.to(dtype)
+        add_product(once, left, right)
+        apart.add_(torch.mm(left.t(), right, out_dtype=torch.float32))
+        exact.add_(left.double().t() @ right.double())
+    scale = exact.abs().max().item()
+    for total in (once, apart):
+        torch.testing.assert_close(total.double(), exact, atol=1e-5 * scale, rtol=0)
+    if not adds_in_product(device, dtype):
+        assert once.equal(apart), "this PyTorch adds a product by itself"

@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dovetail.models.head import EntropyMemory, float32_logits, fused_linear_log_prob, plain_log_prob_entropy
+from dovetail.models.head import (
+    EntropyMemory,
+    add_product,
+    adds_in_product,
+    float32_logits,
+    fused_linear_log_prob,
+    plain_log_prob_entropy,
+)
 
 pytestmark = pytest.mark.unit
 
@@ -189,3 +196,12 @@ def check_half_precision_logits(dtype: torch.dtype, device: str) -> None:
         mine = torch.autograd.grad(found, wanted, upstream)
         theirs = torch.autograd.grad(rounded, wanted, upstream.to(dtype))
         torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_product_is_added_also_where_no_single_call_does_both(dtype: torch.dtype) -> None:
+    assert not adds_in_product(torch.device("cpu"), dtype)
+    left, right = (torch.arange(24).view(4, 6) % 5).to(dtype), (torch.arange(12).view(4, 3) % 7).to(dtype)
+    total = torch.full((6, 3), 0.25)
+    add_product(total, left, right)
+    assert total.equal(0.25 + left.float().t() @ right.float())

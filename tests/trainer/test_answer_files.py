@@ -5,12 +5,18 @@ from __future__ import annotations
 import errno
 import json
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from dovetail.config.trainer import TrainerConfig
 from dovetail.observability.disk import DiskFullError
+from dovetail.observability.run_folder import RunFolder
+from dovetail.protocol import DataProto
+from dovetail.trainer.answer_files import AnswerFiles
 from tests.trainer.toy_run import DAPO, Toy, train
 
 pytestmark = pytest.mark.e2e
@@ -99,3 +105,44 @@ def test_validation_answers_are_shown_in_the_console(
     shown = capsys.readouterr().out
     assert len(re.findall(r"^step 0: validation answer, score [\d.]+$", shown, re.MULTILINE)) == 3
     assert len(set(re.findall(r"say \d+", shown))) == 3
+
+
+class OwnTokenizer:
+    """A user's."""
+
+    def __init__(self, decode: Any = None) -> None:
+        self.decode = decode
+
+
+@pytest.mark.parametrize("decode", [None, lambda ids: ""], ids=["pickled", "cannot be pickled"])
+def test_the_thread_has_a_tokenizer_of_its_own_which_it_makes_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, decode: Any
+) -> None:
+    made_in: list[str] = []
+    seen: list[tuple[str, Any]] = []
+
+    class Rows:
+        def __init__(self, tokenizer: Any) -> None:
+            self.tokenizer = tokenizer
+
+        def of(self, batch: DataProto) -> list[dict[str, Any]]:
+            seen.append((threading.current_thread().name, self.tokenizer))
+            return []
+
+    def noted(tokenizer: OwnTokenizer, state: dict[str, Any]) -> None:
+        made_in.append(threading.current_thread().name)
+        tokenizer.__dict__.update(state)
+
+    monkeypatch.setattr(OwnTokenizer, "__setstate__", noted, raising=False)
+    monkeypatch.setattr("dovetail.trainer.answer_files.RolloutRows", Rows)
+    tokenizer, here = OwnTokenizer(decode), threading.current_thread().name
+    files = AnswerFiles(TrainerConfig(), RunFolder(tmp_path), tokenizer)
+    assert made_in == ([] if decode is None else [here]), "one that cannot be written down is copied at once"
+    batch = DataProto.from_dict({"responses": torch.zeros(1, 2)})
+    for step in (1, 2):
+        files.write_training(step, batch)
+    files.close()
+    (first, one), (second, other) = seen
+    assert first == second != here
+    assert one is other is not tokenizer
+    assert made_in == ([first] if decode is None else [here])

@@ -179,10 +179,43 @@ def test_a_checksum_sees_values_that_changed_places_also_across_blocks() -> None
     assert tensor_checksum(torch.zeros(3)) != tensor_checksum(torch.zeros(4))
 
 
+def checksum_by_definition(tensor: torch.Tensor) -> str:
+    """Each number, read as an integer, times the number of its place in a block of 65,536 and that of its block."""
+    values = tensor + 0.0 if tensor.is_floating_point() else tensor
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]
+    mixed = torch.arange(1, 65_537) * -0x61C8864680B583EB
+    mixed = (mixed ^ (mixed >> 30)) * -0x40A7B892E31B1A47
+    places = (mixed ^ (mixed >> 27)) | 1
+    total = torch.zeros((), dtype=torch.int64)
+    for block, part in enumerate(values.contiguous().flatten().view(integers).split(65_536)):
+        total += (part.long() * places[: len(part)]).sum() * places[block % 65_536]
+    return f"{total.item() % 2**64:016x}-{tensor.numel()}-{str(tensor.dtype).removeprefix('torch.')}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool])
+@pytest.mark.parametrize("size", [0, 1, 1000, 65_536, 65_537, 4 * 65_536, 5 * 65_536 + 123])
+def test_a_checksum_is_that_of_its_definition_however_many_blocks_are_computed_at_once(
+    dtype: torch.dtype, size: int
+) -> None:
+    tensor = torch.randn(size).mul(100).to(dtype)
+    assert tensor_checksum(tensor) == checksum_by_definition(tensor)
+
+
+def test_the_checksums_of_strided_tensors_and_single_numbers_are_those_of_their_values() -> None:
+    matrix = torch.randn(301, 999)
+    for tensor in (matrix.t(), matrix[:, 1::3], matrix[5:5], matrix[0, 0], matrix.bfloat16()[::2]):
+        assert tensor_checksum(tensor) == checksum_by_definition(tensor)
+
+
+def test_a_checksum_stays_the_one_that_engines_of_another_release_compute() -> None:
+    assert tensor_checksum(torch.arange(200_000, dtype=torch.float32)) == "8424fa416549cb00-200000-float32"
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8])
-def test_a_device_computes_the_same_checksum(dtype: torch.dtype) -> None:
-    tensor = torch.randn(300_000).mul(100).to(dtype)
+@pytest.mark.parametrize("size", [300_000, 130 * 65_536 + 5])
+def test_a_device_computes_the_same_checksum(dtype: torch.dtype, size: int) -> None:
+    tensor = torch.randn(size).mul(100).to(dtype)
     assert tensor_checksum(tensor.cuda()) == tensor_checksum(tensor)
 
 
