@@ -211,13 +211,28 @@ class MediaPrompt:
 
 
 def process_media(
-    processor: Any, messages: Messages, images: list[Any], videos: list[Any], where: str, **template_kwargs: Any
+    processor: Any,
+    messages: Messages,
+    images: list[Any],
+    videos: list[Any],
+    where: str,
+    *,
+    processor_kwargs: Mapping[str, Any],
+    **template_kwargs: Any,
 ) -> MediaPrompt:
-    """Fill in the chat template and run the processor."""
+    """Fill in the chat template and run the processor with `processor_kwargs` (`data.mm_processor_kwargs`)."""
     parts = place_media(messages, len(images), len(videos), where)
     text = processor.apply_chat_template(parts, add_generation_prompt=True, tokenize=False, **template_kwargs)
     given = {name: values for name, values in (("images", images), ("videos", videos)) if values}
-    inputs = dict(processor(text=[text], **given, return_tensors="pt", add_special_tokens=False))
+    try:
+        inputs = dict(
+            processor(text=[text], **given, return_tensors="pt", add_special_tokens=False, **processor_kwargs)
+        )
+    except (TypeError, ValueError) as error:
+        if not processor_kwargs:
+            raise
+        settings = f"data.mm_processor_kwargs={dict(processor_kwargs)}"
+        raise DataError(f"{where}: the model's processor fails with {settings}: {error}") from error
     return MediaPrompt(
         text=text,
         ids=inputs["input_ids"][0].tolist(),

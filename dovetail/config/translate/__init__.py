@@ -1,5 +1,6 @@
 """Other spellings: verl's names and those of older versions, and keys of other systems that do not exist here."""
 
+from dovetail.config.translate.backends import ROLES, chosen_groups
 from dovetail.config.translate.foreign import FOREIGN_KEYS, foreign_key
 from dovetail.config.translate.groups import GLOBAL_MICRO_BATCHES
 from dovetail.config.translate.short import SHORT_NAMES, expand
@@ -15,10 +16,12 @@ __all__ = [
     "FOREIGN_KEYS",
     "GLOBAL_MICRO_BATCHES",
     "OTHER_SPELLINGS",
+    "ROLES",
     "SHORT_NAMES",
     "TRANSLATIONS",
     "VALUE_SPELLINGS",
     "canonical",
+    "chosen_groups",
     "expand",
     "foreign_key",
     "translate",

@@ -62,6 +62,7 @@ _RS, _BOUND = f"{_CORRECTION}.rollout_rs", f"{_CORRECTION}.rollout_rs_threshold"
 # Levels of the second generation, as rejection rules of the third.
 _REJECTION = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
 _VETOES = (f"{_CORRECTION}.rollout_token_veto_threshold", f"{_CORRECTION}.rollout_is_veto_threshold")
+_LOSS, _BYPASS = f"{_ACTOR}.policy_loss.loss_mode", f"{_CORRECTION}.bypass_mode"
 _RATIO_CAPS = (f"{_ACTOR}.tis_imp_ratio_cap", f"{_ACTOR}.behav_imp_weight_cap")
 
 
@@ -141,6 +142,14 @@ def early_rollout_correction(keys: Translated) -> None:
     keys.put_all(values)
 
 
+def bypass_loss(keys: Translated) -> None:
+    """verl's name of the policy loss in bypass mode; here the mode is a key, and the loss is what `loss_type` says."""
+    if keys.leaves.get(_LOSS) == "bypass_mode":
+        keys.take(_LOSS)
+        keys.put(_BYPASS, True, f"{_LOSS}=bypass_mode, that is {_BYPASS}")
+        keys.notice(_LOSS, f"{_LOSS}=bypass_mode is read as {_BYPASS}=True; {_CORRECTION}.loss_type says which loss.")
+
+
 def _veto(keys: Translated, values: Values, threshold: Any, key: str) -> None:
     """A veto on single tokens is one more rejection rule. That rule is symmetric: it also vetoes tokens that are as
     much more likely."""
@@ -155,22 +164,6 @@ def _veto(keys: Translated, values: Values, threshold: Any, key: str) -> None:
         f"{key}={threshold} is read as the rejection rule seq_max_k2 with the bound {limit}, "
         "which also drops sequences with a token that is as many times more likely.",
     )
-
-
-def implied_megatron(keys: Translated) -> None:
-    """Lists for a Megatron file set `*.megatron.*` and no strategy, because that file chose the backend."""
-    leaves, engine = keys.leaves, keys.take("model_engine")
-    if leaves.get(f"{_ACTOR}.strategy") is not None:
-        return
-    if engine.get("model_engine") == "megatron":
-        keys.put(f"{_ACTOR}.strategy", "megatron", "model_engine")
-        keys.notice("model_engine", f"model_engine=megatron is read as {_ACTOR}.strategy=megatron.")
-        return
-    for role in (_ACTOR, "critic"):
-        used = next((key for key in leaves if key.startswith(f"{role}.megatron.")), None)
-        if used is not None and leaves.get(f"{role}.strategy") is None:
-            keys.put(f"{role}.strategy", "megatron", used)
-            keys.notice(f"{role}.strategy", f"{used} is set and {role}.strategy is not: it is read as megatron.")
 
 
 def global_micro_batches(keys: Translated) -> None:
@@ -209,7 +202,7 @@ GROUP_RULES: tuple[Callable[[Translated], None], ...] = (
     ratio_cap,
     flat_importance_sampling,
     early_rollout_correction,
-    implied_megatron,
+    bypass_loss,
     global_micro_batches,
 )
 
@@ -245,7 +238,6 @@ GROUP_SPELLINGS = (
     (f"{_BOUND}_lower", f"{_BOUND}=lower_upper", ""),
     (_VETOES[0], _RS, "one more rule, seq_max_k2 with the threshold 0.5 x log(veto)^2"),
     (f"{_CORRECTION}.use_policy_gradient", f"{_CORRECTION}.loss_type=reinforce", ""),
-    (f"{_ACTOR}.megatron.*", f"{_ACTOR}.strategy=megatron", "when no strategy is set"),
-    ("model_engine=megatron", f"{_ACTOR}.strategy=megatron", "when no strategy is set"),
+    (f"{_LOSS}=bypass_mode", f"{_BYPASS}=True", ""),
 )
 """What these rules do, for the documents: written as, read as, why."""
