@@ -1,12 +1,14 @@
-"""Keys of verl that choose a program, a file or a user's class: what exists here is read, the rest is one clear error."""
+"""Keys of verl that choose a program, a file or a user's class: what exists here is read, the rest is one error."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from dovetail.config import ConfigError, LoadedConfig, load_config
+from dovetail.config.effects import unsupported_in_runs
 
 pytestmark = pytest.mark.unit
 
@@ -137,6 +139,27 @@ def test_the_bypass_loss_is_the_mode_with_the_loss_of_loss_type() -> None:
     assert config.algorithm.rollout_correction.bypass_mode
     assert (config.actor_rollout_ref.actor.policy_loss.loss_mode, config.loss_mode_in_force) == ("vanilla", "reinforce")
     assert "keep algorithm.rollout_correction.bypass_mode only" in problem(mode, f"{correction}.bypass_mode=False")
+
+
+def test_the_documented_keys_of_verls_presets_load_and_are_what_their_names_say() -> None:
+    page = (Path(__file__).parents[2] / "docs/algorithms/rollout-correction.md").read_text(encoding="utf-8")
+    short = dict(re.findall(r"`([PK])` is\n?\s?`([^`]+)`", page))
+    presets = dict(re.findall(r"^\| `((?:decoupled|bypass)_\w+)` \| `([^`]+)` \|$", page, re.MULTILINE))
+    assert (len(presets), len(short)) == (18, 2)
+    for name, keys in presets.items():
+        written = " ".join(short.get(word, word) for word in keys.split()).split()
+        config = load(*(f"algorithm.rollout_correction.{key}" for key in written)).config
+        assert unsupported_in_runs(config) == []
+        correction = config.algorithm.rollout_correction
+        assert correction.bypass_mode == name.startswith("bypass_")
+        assert correction.loss_type == ("reinforce" if "_pg_" in name else "ppo_clip")
+        weights = re.search(r"(token|seq)_(is|tis|icepop)|pg_is", name)
+        level = None if weights is None else "token" if "token" in weights[0] else "sequence"
+        assert correction.rollout_is == level
+        rules = {"geo_rs": "seq_mean_k1", "k3_rs": "seq_mean_k3", "is_rs": "seq_sum_k1"}
+        assert correction.rollout_rs == next((rule for part, rule in rules.items() if part in name), None)
+        lower = correction.rollout_is_threshold_lower
+        assert (correction.rollout_is_threshold, lower) == ((5.0, 0.5) if "icepop" in name else (2.0, None))
 
 
 @pytest.mark.parametrize("role", [ACTOR, f"{ARR}.ref"])
