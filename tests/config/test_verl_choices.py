@@ -182,3 +182,28 @@ def test_arguments_of_the_image_processor_reach_the_data_and_vllm() -> None:
     config = load(f"{ROLLOUT}.name=vllm", "+data.mm_processor_kwargs.max_pixels=3136").config
     assert config.data.mm_processor_kwargs == {"max_pixels": 3136}
     assert config.actor_rollout_ref.rollout.mm_processor_kwargs == {"max_pixels": 3136}
+
+
+def test_processes_that_any_role_profiles_are_profiled() -> None:
+    profiler = load(
+        "global_profiler.tool=torch",
+        "global_profiler.steps=[2]",
+        f"{ACTOR}.profiler.enable=True",
+        f"{ACTOR}.profiler.ranks=[0,8]",
+        f"{ACTOR}.profiler.all_ranks=False",
+        f"{ARR}.ref.profiler.ranks=[]",
+        "critic.profiler.ranks=[8,9]",
+    ).config.global_profiler
+    assert [rank for rank in range(16) if profiler.profiles(rank)] == [0, 8, 9]
+    every = load("global_profiler.steps=[2]", f"{ARR}.ref.profiler.all_ranks=True").config.global_profiler
+    assert every.all_ranks
+    assert load(f"{ACTOR}.profiler.ranks=[]").config.global_profiler.ranks == [0]
+
+
+def test_the_memory_of_gpus_is_not_recorded_on_a_cpu() -> None:
+    tool, cpu = "global_profiler.tool=torch_memory", "trainer.device=cpu"
+    config = load(tool, cpu, "global_profiler.steps=[2]").config
+    (refused,) = unsupported_in_runs(config)
+    assert "use torch" in str(refused)
+    assert unsupported_in_runs(load(tool, cpu).config) == []
+    assert load(tool, "global_profiler.steps=[2]").config.global_profiler.chosen_steps == {2}

@@ -1,8 +1,8 @@
 """Other spellings: verl's names and those of older versions, and keys of other systems that do not exist here."""
 
-from dovetail.config.translate.backends import ROLES, chosen_groups
+from dovetail.config.translate.backends import chosen_groups
 from dovetail.config.translate.foreign import FOREIGN_KEYS, foreign_key
-from dovetail.config.translate.groups import GLOBAL_MICRO_BATCHES
+from dovetail.config.translate.groups import GLOBAL_MICRO_BATCHES, ROLES
 from dovetail.config.translate.short import SHORT_NAMES, expand
 from dovetail.config.translate.spellings import (
     OTHER_SPELLINGS,

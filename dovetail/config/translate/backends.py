@@ -10,11 +10,9 @@ from typing import Any
 
 from dovetail.config.keys import find_key
 from dovetail.config.root import DovetailConfig
-from dovetail.config.translate.groups import Translated
+from dovetail.config.translate.groups import ROLES, Translated
 
 _ENGINE, _ACTOR = "model_engine", "actor_rollout_ref.actor"
-ROLES = (_ACTOR, "actor_rollout_ref.ref", "critic")
-"""Sections for which verl has a file of each backend."""
 _SECTIONS = tuple(f"{role}." for role in ROLES)
 _BACKENDS = {"dp": None, "fsdp": None, "megatron": "megatron"}
 """verl's engines that exist here, and the strategy that each asks for; None leaves the default."""

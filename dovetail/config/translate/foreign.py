@@ -67,7 +67,7 @@ _REFUSED: tuple[tuple[str, str, tuple[object, ...]], ...] = (
 _UNUSED: tuple[tuple[str, str], ...] = (
     ("it belongs to another launcher; here every default is in the schema", "hydra.*"),
     (
-        "`global_profiler` chooses tool (torch), steps and ranks for all roles; phases are in metrics.jsonl",
+        "`global_profiler` has the tool, steps and ranks of all roles; phases are in metrics.jsonl",
         "global_profiler.profile_* global_profiler.relocate_* global_profiler.finish_hook_* global_profiler.global_* "
         "profiler.* *.profiler.* *.profile.* *.npu_profile.* *_nsight_options.*",
     ),

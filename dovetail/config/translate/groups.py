@@ -56,6 +56,8 @@ Values = dict[str, tuple[Any, str]]
 """What a rule sets: new key -> (value, how it was written). None sets nothing."""
 
 _ACTOR = "actor_rollout_ref.actor"
+ROLES = (_ACTOR, "actor_rollout_ref.ref", "critic")
+"""Sections for which verl has a file of each backend, and a profiler."""
 _CORRECTION = "algorithm.rollout_correction"
 _IS, _THRESHOLD = f"{_CORRECTION}.rollout_is", f"{_CORRECTION}.rollout_is_threshold"
 _RS, _BOUND = f"{_CORRECTION}.rollout_rs", f"{_CORRECTION}.rollout_rs_threshold"
@@ -63,6 +65,7 @@ _RS, _BOUND = f"{_CORRECTION}.rollout_rs", f"{_CORRECTION}.rollout_rs_threshold"
 _REJECTION = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
 _VETOES = (f"{_CORRECTION}.rollout_token_veto_threshold", f"{_CORRECTION}.rollout_is_veto_threshold")
 _LOSS, _BYPASS = f"{_ACTOR}.policy_loss.loss_mode", f"{_CORRECTION}.bypass_mode"
+_RANKS, _ALL_RANKS = "global_profiler.ranks", "global_profiler.all_ranks"
 _RATIO_CAPS = (f"{_ACTOR}.tis_imp_ratio_cap", f"{_ACTOR}.behav_imp_weight_cap")
 
 
@@ -166,6 +169,21 @@ def _veto(keys: Translated, values: Values, threshold: Any, key: str) -> None:
     )
 
 
+def profiled_ranks(keys: Translated) -> None:
+    """Each role named the processes that it profiles; here a process plays all roles, and is profiled or not."""
+    given = keys.take(*(f"{role}.profiler.{name}" for role in ROLES for name in ("all_ranks", "ranks")))
+    ranks = [rank for value in given.values() if isinstance(value, list) for rank in value]
+    values: Values = {}
+    for key, value in given.items():
+        if key.endswith(".all_ranks") and value:
+            values[_ALL_RANKS] = (value, key)
+        elif key.endswith(".ranks") and value:
+            values[_RANKS] = (list(dict.fromkeys(ranks)) or value, key)
+    keys.put_all(values)
+    for name, (value, key) in values.items():
+        keys.notice(key, f"{key} is read as {name}={value}: a process that is profiled is so with all its roles.")
+
+
 def global_micro_batches(keys: Translated) -> None:
     """Micro-batch sizes that count sequences over all devices become sizes on one device."""
     for old, size in keys.take(*GLOBAL_MICRO_BATCHES).items():
@@ -203,6 +221,7 @@ GROUP_RULES: tuple[Callable[[Translated], None], ...] = (
     flat_importance_sampling,
     early_rollout_correction,
     bypass_loss,
+    profiled_ranks,
     global_micro_batches,
 )
 
@@ -239,5 +258,6 @@ GROUP_SPELLINGS = (
     (_VETOES[0], _RS, "one more rule, seq_max_k2 with the threshold 0.5 x log(veto)^2"),
     (f"{_CORRECTION}.use_policy_gradient", f"{_CORRECTION}.loss_type=reinforce", ""),
     (f"{_LOSS}=bypass_mode", f"{_BYPASS}=True", ""),
+    *((f"{role}.profiler.ranks", _RANKS, "those of all roles together; all_ranks: the same") for role in ROLES),
 )
 """What these rules do, for the documents: written as, read as, why."""
