@@ -85,7 +85,8 @@ class _Draft:
         except ValueError as error:
             self.problems.append(Problem(str(path), f"{error}."))
             return
-        for base in loaded.pop("defaults", None) or ():
+        defaults = loaded.pop("defaults", None) or []
+        for base in defaults if isinstance(defaults, list) else [defaults]:
             self._add_default(base, path)
         merge(self.tree, {name: value for name, value in loaded.items() if expand(name, value) is None})
         self.sources |= {key: str(path) for key, _ in leaves(loaded)}

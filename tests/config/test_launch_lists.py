@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import re
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from dovetail.config import ConfigError, load_config
+from dovetail.config import load_config
 from dovetail.config.checks import check_config
 from dovetail.config.effects import unsupported_in_runs
 from dovetail.config.plan import make_plan, shape_from_config
@@ -89,25 +87,6 @@ def test_a_script_with_its_shell_still_around_it_means_the_same() -> None:
     assert (config.trainer.nnodes, config.trainer.project_name) == (2, "my project")
     assert config.trainer.experiment_name == "a name with spaces"
     assert config.actor_rollout_ref.actor.optim.lr == 1e-6
-
-
-def test_the_shell_command_of_the_error_writes_the_list_of_a_script_that_prints_and_asks_python(tmp_path: Path) -> None:
-    script = tmp_path / "run.sh"
-    script.write_text(
-        "set -xeuo pipefail\n"
-        "DEVICE=$(python3 -c 'import no_such_module' 2>/dev/null && echo npu || echo gpu)\n"
-        'LAUNCH=(python3)\nDATA=(data.train_batch_size=${BATCH:-48} "data.train_files=[a b.parquet]")\n'
-        'echo "on $DEVICE"\n'
-        '"${LAUNCH[@]}" -m verl.trainer.main_ppo "${DATA[@]}" trainer.project_name="$DEVICE" 2>&1 | tee log.txt\n'
-    )
-    with pytest.raises(ConfigError) as caught:
-        load_config(overrides_files=[script])
-    command = re.search(r"bash -c '.*'", str(caught.value))
-    assert command is not None
-    subprocess.run(command[0], shell=True, cwd=tmp_path, check=True, capture_output=True)
-    config = load_config(overrides_files=[tmp_path / "launch.txt"]).config
-    assert (config.data.train_batch_size, config.trainer.project_name) == (48, "gpu")
-    assert config.data.train_paths == ("a b.parquet",)
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
