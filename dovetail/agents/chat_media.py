@@ -25,13 +25,20 @@ class MediaRenderer(ChatRenderer):
     """How many are in the text that is encoded next."""
 
     def __init__(
-        self, tokenizer: Any, processor: Any, tools: Sequence[Mapping[str, Any]] | None = None, **template_kwargs: Any
+        self,
+        tokenizer: Any,
+        processor: Any,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        processor_kwargs: Mapping[str, Any] | None = None,
+        **template_kwargs: Any,
     ) -> None:
-        self._processor = processor
+        self._processor, self._processor_kwargs = processor, processor_kwargs or {}
         super().__init__(tokenizer, tools, **template_kwargs)
 
     def with_kwargs(self, **template_kwargs: Any) -> MediaRenderer:
-        return MediaRenderer(self.tokenizer, self._processor, self.tools, **(self._kwargs | template_kwargs))
+        own = {"processor_kwargs": self._processor_kwargs, **self._kwargs}
+        return MediaRenderer(self.tokenizer, self._processor, self.tools, **(own | template_kwargs))
 
     def with_media(self, images: Sequence[Any], videos: Sequence[Any]) -> MediaRenderer:
         if not self._stops:
@@ -68,4 +75,5 @@ class MediaRenderer(ChatRenderer):
             media[first : first + count]
             for media, first, count in zip(self._media, self._encoded, self._present, strict=True)
         )
-        return run_processor(self._processor, text, list(images), list(videos))["input_ids"][0].tolist()
+        media = list(images), list(videos)
+        return run_processor(self._processor, text, *media, "it", self._processor_kwargs)["input_ids"][0].tolist()

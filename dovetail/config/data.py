@@ -82,6 +82,9 @@ class DataConfig(Section):
     trust_remote_code: bool = key(False, "Let tokenizer and processor run code from the model folder.")
     tool_config_path: HomePath | None = key(None, "Tools shown in the chat template. Null: those of `multi_turn`.")
     apply_chat_template_kwargs: dict[str, Any] = key({}, "Extra arguments of `apply_chat_template`.")
+    mm_processor_kwargs: dict[str, Any] = key(
+        {}, "Extra arguments of the model's processor of images and videos, such as `max_pixels`."
+    )
     custom_cls: CustomClassConfig = section(CustomClassConfig)
     sampler: SamplerConfig = section(SamplerConfig)
 

@@ -19,7 +19,7 @@ from dovetail.config.files import read_yaml, resolve_interpolations
 from dovetail.config.keys import catalogue, find_key, sections
 from dovetail.config.overrides import VERLS_OWN_FILE, Override, ParsedOverrides, parse_overrides, read_overrides_file
 from dovetail.config.root import DovetailConfig
-from dovetail.config.translate import chosen_file, expand, foreign_key, translate
+from dovetail.config.translate import ROLES, chosen_file, chosen_groups, expand, foreign_key, translate
 from dovetail.config.tree import Tree, leaves, merge, nested, prefixes, put, remove
 from dovetail.config.validate import build, default_tree, suggestion, unknown_keys
 from dovetail.config.values import parse_value
@@ -87,13 +87,29 @@ class _Draft:
         except ValueError as error:
             self.problems.append(Problem(str(path), f"{error}."))
             return
-        for base in loaded.get("defaults") or ():  # Hydra's list; the files of verl itself are the schema's defaults
-            file = path.parent / f"{str(base).removesuffix('.yaml')}.yaml"
-            if file != path and file.is_file() and not VERLS_OWN_FILE.fullmatch(file.stem):
-                self.add_file(file)
+        defaults = loaded.pop("defaults", None) or []
+        for base in defaults if isinstance(defaults, list) else [defaults]:
+            self._add_default(base, path)
         merge(self.tree, {name: value for name, value in loaded.items() if expand(name, value) is None})
         self.sources |= {key: str(path) for key, _ in leaves(loaded)}
         self.add([Override(name, value, str(path)) for name, value in loaded.items() if expand(name, value)])
+
+    def _add_default(self, base: Any, path: Path) -> None:
+        """An entry of Hydra's list `defaults` in the file `path`."""
+        if isinstance(base, Mapping):
+            self.add([Override(name, value, str(path)) for name, value in chosen_groups(base)])
+            return
+        file = path.parent / f"{str(base).removesuffix('.yaml')}.yaml"
+        if base == "_self_" or file == path:
+            return
+        if VERLS_OWN_FILE.fullmatch(file.stem):  # the schema's defaults
+            message = f"{path}: {base} in its defaults is a file of another launcher; it is not read."
+            self.notices.append(Notice("defaults", message))
+        elif file.is_file():
+            self.add_file(file)
+        else:
+            message = f"{path}: {base} is in its defaults, and {file} is not a file; write the file, or take it out."
+            self.problems.append(Problem("defaults", message))
 
     def add_overrides_file(self, path: Path) -> None:
         path = Path(os.path.expanduser(path))
@@ -151,7 +167,7 @@ class _Draft:
                 continue
             keys = expand(override.key, override.value)
             self.uses_short_names |= keys is not None and chosen_file(override.key, override.value) is None
-            for key, value in ({override.key: override.value} if keys is None else keys).items():
+            for key, value in ({_key_of(override): override.value} if keys is None else keys).items():
                 try:
                     put(self.tree, key, value)
                 except ValueError as error:
@@ -213,3 +229,12 @@ class _Draft:
 
     def _source(self, key: str) -> str:
         return next((self.sources[name] for name in prefixes(key) if name in self.sources), "override")
+
+
+def _key_of(override: Override) -> str:
+    """The key of an override, also where it gives a section one value: true and false are its switch, and a name for
+    that of a role is Hydra's choice of a file (`actor@SECTION=NAME`)."""
+    key = override.key
+    if isinstance(override.value, bool) and key in sections(DovetailConfig):
+        return switch if (switch := f"{key}.enable") in catalogue(DovetailConfig) else key
+    return f"{key.rpartition('.')[2]}@{key}" if isinstance(override.value, str) and key in ROLES else key

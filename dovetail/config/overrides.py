@@ -12,14 +12,14 @@ from typing import Any
 from dovetail.config.errors import Notice, Problem
 from dovetail.config.values import is_quoted, parse_value, split_outside, unquote
 
-_SET = re.compile(r"(\+\+|\+)?([A-Za-z_][\w\-]*(?:\.[\w\-/@]+)*)\s*=(.*)", re.DOTALL)
+_SET = re.compile(r"(\+\+|\+)?([A-Za-z_][\w\-@]*(?:\.[\w\-/@]+)*)\s*=(.*)", re.DOTALL)
 _DELETE = re.compile(r"~([A-Za-z_][\w\-]*(?:\.[\w\-/@]+)*)(=.*)?", re.DOTALL)
 # What is left of a launch script around its overrides.
 _SCRIPT_WORDS = ("set ", "export ", "echo ", "cd ", "python", "ray job", "torchrun", "bash ", "sleep ", "#!")
 # Hydra's options for the file of a run, and the files that come with verl: their defaults are in the schema.
 _FILE_OPTIONS = ("--config-path", "--config-name", "--config-dir")
 VERLS_OWN_FILE = re.compile(
-    r"((fully_async|one_step_off|transfer_queue)_)?(ppo|dapo)_(megatron_)?trainer|sft_trainer\w*"
+    r"((fully_async|one_step_off|transfer_queue)_)?(ppo|dapo)_(megatron_)?trainer|sft_trainer\w*|legacy_reward_impl"
 )
 _VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})")
 # What only a shell can fill in: `$NAME` that is not in the environment, `${NAME:-default}`, `$(command)`. A name with
@@ -108,7 +108,8 @@ def read_overrides_file(path: Path) -> ParsedOverrides:
     if unfilled := next((text for text in texts if _OF_SHELL.search(text)), None):
         message = (
             f"{path}: {unfilled!r} has a variable that only a shell can fill in. Let one write the list: "
-            f'bash -c \'python3() {{ printf "%s\\n" "${{@:3}}"; }}; . {path}\' > launch.txt, then give launch.txt.'
+            f'bash -c \'python3() {{ [ "$1" = -m ] && printf "%s\\n" "${{@:3}}" > launch.txt; }}; . {path}\', '
+            "then give launch.txt (more in docs/guide/from-verl.md)."
         )
         return ParsedOverrides([], [Problem(str(path), message)], [])
     return parse_overrides(texts, source=str(path), shell_quotes=True)

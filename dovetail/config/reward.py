@@ -79,7 +79,11 @@ class RewardModelConfig(Section):
         read_with("reward_model.reward_manager", "rate_limited", only=_RATES),
     )
 
-    reward_manager: str = key("naive", f"{listed(REWARD_MANAGERS)[:-1]} or `reward_model.reward_manager_module`.")
+    reward_manager: str = key(
+        "naive",
+        f"{listed(REWARD_MANAGERS)[:-1]} or `reward_model.reward_manager_module`.",
+        reads={"gdpo": "naive", "remote": "naive"},
+    )
     reward_manager_module: CustomClassConfig = section(CustomClassConfig)
     reward_kwargs: dict[str, Any] = key({}, "Extra arguments of the manager.")
     max_resp_len: int | None = key(None, "Length at which the penalty is full. Null: the longest response.", ge=1)

@@ -206,6 +206,12 @@ class RolloutConfig(SamplingConfig):
             unsupported("kept caches are of other weights", when=when_is("kv_on_update", "keep")),
         ),
     )
+    mm_processor_kwargs: dict[str, Any] = inherits(
+        "data.mm_processor_kwargs",
+        DataConfig,
+        "The same for vLLM, which processes images itself.",
+        rules=read_with(".name", "vllm"),
+    )
     limit_images: int | None = key(None, "Most images per prompt. Null: the engine's limit.", ge=0)
     load_format: str = key(
         "dummy", "What the engine loads at start; dummy: the trainer sends weights.", reads=_LOAD_FORMATS

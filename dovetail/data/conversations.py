@@ -108,7 +108,8 @@ class ConversationDataset(ExampleDataset[Conversation]):
             return {}
         images, videos = self._media_of(self._row_of(index))
         opened = [open_image(source) for source in images[: row.media[0]]]
-        return media_tensors(self._processor, opened, videos[: row.media[1]])
+        settings = self.config.mm_processor_kwargs
+        return media_tensors(self._processor, opened, videos[: row.media[1]], f"row {index}", settings)
 
     def _token_rows(self, row: Mapping[str, Any], messages: Messages) -> list[TokenRow]:
         renderer = self._renderer_of(row)

@@ -217,12 +217,19 @@ class MediaPrompt:
 
 
 def process_media(
-    processor: Any, messages: Messages, images: list[Any], videos: list[Any], where: str, **template_kwargs: Any
+    processor: Any,
+    messages: Messages,
+    images: list[Any],
+    videos: list[Any],
+    where: str,
+    *,
+    processor_kwargs: Mapping[str, Any],
+    **template_kwargs: Any,
 ) -> MediaPrompt:
-    """Fill in the chat template and run the processor."""
+    """Fill in the chat template and run the processor with `processor_kwargs` (`data.mm_processor_kwargs`)."""
     parts = place_media(messages, len(images), len(videos), where)
     text = processor.apply_chat_template(parts, add_generation_prompt=True, tokenize=False, **template_kwargs)
-    inputs = run_processor(processor, text, images, videos)
+    inputs = run_processor(processor, text, images, videos, where, processor_kwargs)
     return MediaPrompt(
         text=text,
         ids=inputs["input_ids"][0].tolist(),
@@ -231,16 +238,34 @@ def process_media(
     )
 
 
-def run_processor(processor: Any, text: str, images: list[Any], videos: list[Any]) -> dict[str, Any]:
-    """All tensors that a processor makes of a rendered text and what its placeholders stand for."""
+def run_processor(
+    processor: Any,
+    text: str,
+    images: list[Any],
+    videos: list[Any],
+    where: str,
+    processor_kwargs: Mapping[str, Any],
+) -> dict[str, Any]:
+    """All tensors that a processor, with `data.mm_processor_kwargs`, makes of a rendered text and what its placeholders
+    stand for."""
     given = {name: values for name, values in (("images", images), ("videos", videos)) if values}
-    return dict(processor(text=[text], **given, return_tensors="pt", add_special_tokens=False))
+    settings = {"return_tensors": "pt", "add_special_tokens": False, **processor_kwargs}
+    try:
+        return dict(processor(text=[text], **given, **settings))
+    except (TypeError, ValueError) as error:
+        if not processor_kwargs:
+            raise
+        asked = f"data.mm_processor_kwargs={dict(processor_kwargs)}"
+        raise DataError(f"{where}: the model's processor fails with {asked}: {error}") from error
 
 
-def media_tensors(processor: Any, images: list[Any], videos: list[Any]) -> dict[str, Any]:
+def media_tensors(
+    processor: Any, images: list[Any], videos: list[Any], where: str, processor_kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
     """What a model reads beside its ids, in the order of the images and videos."""
     content = [{"type": "image"} for _ in images] + [{"type": "video"} for _ in videos]
-    return process_media(processor, [{"role": "user", "content": content}], images, videos, "").inputs
+    messages = [{"role": "user", "content": content}]
+    return process_media(processor, messages, images, videos, where, processor_kwargs=processor_kwargs).inputs
 
 
 def open_image(source: Any, load: Loader = load_image) -> Any:

@@ -199,7 +199,14 @@ class PromptDataset:
         videos = list(row.get(self.config.video_key) or [])
         settings = {"tools": list(self.encoder.tools)} if self.encoder.tools else {}
         return process_media(
-            self.processor, messages, images, videos, where, **settings, **self.encoder.template_kwargs
+            self.processor,
+            messages,
+            images,
+            videos,
+            where,
+            processor_kwargs=self.config.mm_processor_kwargs,
+            **settings,
+            **self.encoder.template_kwargs,
         )
 
     def _opened(self, source: Any, where: str) -> Any:

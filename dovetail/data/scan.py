@@ -32,6 +32,8 @@ _ROWS_WORTH_PROCESSES = 50_000
 _SPECIAL_TOKENS = 8
 """At most so many are added to a plain text. Beyond them an ASCII text has no more tokens than letters."""
 _SAY_EVERY_S = 5.0
+_SOUNDS = "audios"
+"""The column that holds the sounds of a prompt in data for models that hear."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class RowRules:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        return (self.prompt_key, "reward_model", "extra_info", *self.media_keys)
+        return (self.prompt_key, "reward_model", "extra_info", *self.media_keys, _SOUNDS)
 
 
 @dataclass(frozen=True)
@@ -155,6 +157,8 @@ def _text(rules: RowRules, row: Mapping[str, Any]) -> tuple[str, bool]:
 
 
 def _check_media(rules: RowRules, row: Mapping[str, Any], messages: Messages | str) -> None:
+    if listed_media(row, _SOUNDS):
+        raise DataError(f"it has sounds (column {_SOUNDS}), which no model is given here; leave such rows out.")
     images, videos = (listed_media(row, key) for key in rules.media_keys)
     kinds = [] if isinstance(messages, str) else media_kinds(messages)
     if not rules.reads_media or isinstance(messages, str):

@@ -23,7 +23,8 @@ def token_lags(versions: Tensor, step: int) -> Tensor:
 
 
 def staleness_metrics(versions: Tensor, mask: Tensor, step: int) -> dict[str, float]:
-    """`async/staleness/mean` and `max` over responses, each by its oldest token, and the share of tokens at each lag.
+    """`async/staleness/mean` and `max` over responses, each by its oldest token, and the share of tokens at each lag;
+    `async/updates_crossed`: updates between a response's oldest and newest token.
 
     Responses without a token that is trained on count nowhere.
     """
@@ -33,11 +34,14 @@ def staleness_metrics(versions: Tensor, mask: Tensor, step: int) -> dict[str, fl
     if not rows.any():
         return {}
     oldest = lags.masked_fill(~sampled, -1)[rows].amax(dim=-1).float()
+    crossed = oldest - lags.masked_fill(~sampled, step)[rows].amin(dim=-1)
     counts = torch.bincount(lags[sampled].clamp(0, MOST_LAGS).long(), minlength=MOST_LAGS + 1)
     shares = (counts / counts.sum()).tolist()
     return {
         "async/staleness/mean": float(oldest.mean()),
         "async/staleness/max": float(oldest.max()),
+        "async/updates_crossed/share": float((crossed > 0).float().mean()),
+        "async/updates_crossed/max": float(crossed.max()),
         **{f"async/staleness/lag_{lag}": share for lag, share in enumerate(shares)},
     }
 

@@ -77,7 +77,20 @@ def uses_gpu(config: DovetailConfig) -> bool:
     num_gpus = _num_local_gpus() if device in ("auto", "cuda") else 0
     if device == "cuda" and num_gpus == 0:
         raise no_gpu()
+    if num_gpus == 0:
+        _refuse_gpu_tools(config)
     return num_gpus > 0
+
+
+def _refuse_gpu_tools(config: DovetailConfig) -> None:
+    """With `trainer.device=auto` only the machine can say that there is no GPU to record."""
+    profiler = config.global_profiler
+    if profiler.tool == "torch_memory" and profiler.chosen_steps:
+        raise _refused(
+            "global_profiler.tool",
+            "global_profiler.tool=torch_memory records the memory of GPUs, and the run computes on the CPU; use torch, "
+            "or take global_profiler.steps out.",
+        )
 
 
 def warn_of_slow_bfloat16(config: DovetailConfig) -> None:
@@ -123,6 +136,8 @@ def _cluster_has_gpus(config: DovetailConfig, *, generates: bool) -> bool:
     num_gpus = ray.cluster_resources().get("GPU", 0) if device in ("auto", "cuda") else 0
     if num_gpus or device == "cuda":
         _check_enough_gpus(config, num_gpus, "the cluster has", generates=generates)
+    if num_gpus == 0:
+        _refuse_gpu_tools(config)
     return num_gpus > 0
 
 

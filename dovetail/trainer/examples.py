@@ -37,7 +37,8 @@ def read_examples(
     if isinstance(tokenizer, UnreadTokenizer):
         renderer = tokenizer
     elif tokenizer.chat_template and processor is not None:
-        renderer = MediaRenderer(tokenizer, processor, **data.apply_chat_template_kwargs)
+        settings = data.mm_processor_kwargs
+        renderer = MediaRenderer(tokenizer, processor, processor_kwargs=settings, **data.apply_chat_template_kwargs)
     elif tokenizer.chat_template:
         renderer = ChatRenderer(tokenizer, **data.apply_chat_template_kwargs)
     source = files, tokenizer, renderer, data

@@ -96,6 +96,6 @@ def _check_prompts_read(prompt_ids: Sequence[Sequence[int]], results: Sequence[G
         if result.num_prompt_tokens not in (None, len(ids)):
             raise ValueError(
                 f"the engine made {result.num_prompt_tokens} tokens of the prompt of request {result.request_id!r}, "
-                f"and the model's processor {len(ids)}: they resize images differently. Both must go by the limits of "
-                "the model folder; leave mm_processor_kwargs out of rollout.engine_kwargs."
+                f"and the model's processor {len(ids)}: they resize images differently. Both must have the same "
+                "limits: write mm_processor_kwargs below data, and leave it out of rollout and rollout.engine_kwargs."
             )

@@ -28,7 +28,7 @@ from dovetail.config.user_code import import_user_modules
 from dovetail.controller import Dispatch, Worker, register
 from dovetail.models.load import load_tokenizer, model_folder
 from dovetail.workers.device_peak import device_peak
-from dovetail.workers.step_trace import StepTrace
+from dovetail.workers.step_trace import StepProfile, start_step_profile
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 class TrainingRole(Worker):
     """A worker that holds backends. Subclasses build them in `init_model`."""
 
-    _trace: StepTrace | None = None
+    _profile: StepProfile | None = None
 
     def __init__(self, config: DovetailConfig) -> None:
         super().__init__()
@@ -63,15 +63,17 @@ class TrainingRole(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def start_profile(self, folder: str, step: int) -> None:
-        """Begin a trace of this process, which plays all roles, if `global_profiler` names its rank."""
-        if self.config.global_profiler.profiles(self.rank):
-            self._trace = StepTrace(Path(folder) / f"step_{step}_rank_{self.rank}.pt.trace.json.gz", self.device)
+        """Begin to profile this process, which plays all roles, if `global_profiler` names its rank."""
+        settings = self.config.global_profiler
+        if settings.tool is not None and settings.profiles(self.rank):
+            stem = Path(folder) / f"step_{step}_rank_{self.rank}"
+            self._profile = start_step_profile(settings.tool, stem, self.device)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def stop_profile(self) -> str | None:
-        """Write the trace; returns its path, or None where none was begun."""
-        trace, self._trace = self._trace, None
-        return None if trace is None else trace.finish()
+        """Write the profile; returns its path, or None where none was begun."""
+        profile, self._profile = self._profile, None
+        return None if profile is None else profile.finish()
 
     def register_in_mesh(self, name: str, backend: TrainBackend) -> None:
         """Ranks that share sequences or layers get the same rows; one of them answers."""

@@ -84,19 +84,23 @@ def test_a_script_with_variables_of_its_own_says_how_a_shell_writes_the_list(
     monkeypatch.setenv("DATA_OF_TEST", "/data")
     path = tmp_path / "run.sh"
     path.write_text(
-        "steps=3\npython3 -m verl.trainer.main_ppo data.train_files=$DATA_OF_TEST/a.parquet \\\n"
-        "  trainer.total_training_steps=${steps} 'data.seed=${trainer.seed}' $@\n"
+        "set -xeuo pipefail\nsteps=3\nLAUNCH=(python3)\necho on three steps\n"
+        "if python3 -c 'import no_such_module' 2>/dev/null; then kind=npu; else kind=gpu; fi\n"
+        '"${LAUNCH[@]}" -m verl.trainer.main_ppo data.train_files=$DATA_OF_TEST/a.parquet \\\n'
+        "  trainer.total_training_steps=${steps} 'data.seed=${trainer.seed}' trainer.project_name=${kind} \"$@\" 2>&1 "
+        "| tee log.txt\n"
     )
     [problem] = read_overrides_file(path).problems
     assert "'trainer.total_training_steps=${steps}' has a variable that only a shell can fill in" in problem.message
-    command = re.search(r"bash -c .*launch\.txt(?=,)", problem.message)
+    command = re.search(r"bash -c '.*'(?=,)", problem.message)
     assert command is not None
-    subprocess.run(command[0], shell=True, cwd=tmp_path, check=True)
+    subprocess.run(command[0], shell=True, cwd=tmp_path, check=True, capture_output=True)
     parsed = read_overrides_file(tmp_path / "launch.txt")
     assert {one.key: one.value for one in parsed.overrides} == {
         "data.train_files": "/data/a.parquet",
         "trainer.total_training_steps": 3,
         "data.seed": "${trainer.seed}",
+        "trainer.project_name": "gpu",
     }
 
 

@@ -238,12 +238,17 @@ class FakeProcessor:
         parts = [part for message in messages for part in message["content"]]
         return "".join(part["text"] if part["type"] == "text" else "#" for part in parts)
 
-    def __call__(self, text: list[str], images: list[Any] | None = None, **_: Any) -> dict[str, torch.Tensor]:
-        sizes = [len(image) for image in images or []]
+    def __call__(
+        self, text: list[str], images: list[Any] | None = None, max_pixels: int = 99, **_: Any
+    ) -> dict[str, torch.Tensor]:
+        if max_pixels < 1:
+            raise ValueError("max_pixels must be positive")
+        images = [image[:max_pixels] for image in images or []]
+        sizes = [len(image) for image in images]
         pieces = text[0].split("#")
         widened = "".join(piece + "#" * size for piece, size in zip(pieces, [*sizes, 0], strict=True))
         ids = tiny_tokenizer()(widened, add_special_tokens=False)["input_ids"]
-        pixels = torch.cat([torch.as_tensor(image, dtype=torch.float32) for image in images or []])
+        pixels = torch.cat([torch.as_tensor(image, dtype=torch.float32) for image in images])
         of_text = {name: torch.ones(1, len(ids)) for name in ("attention_mask", "mm_token_type_ids")}
         return {"input_ids": torch.tensor([ids]), **of_text, "pixel_values": pixels}
 
@@ -274,6 +279,24 @@ def test_images_become_placeholders_tensors_and_raw_data(tmp_path: Path) -> None
     assert [len(image) for image in batch.non_tensor_batch["multi_modal_data"][0]["image"]] == [3, 5]
     assert batch.non_tensor_batch["multi_modal_inputs"][0]["pixel_values"].shape == (8,)
     assert batch.non_tensor_batch["multi_modal_inputs"][1] == {}
+
+
+def test_the_processor_gets_its_extra_arguments_and_what_it_refuses_is_named(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"processor": FakeProcessor(), "image_loader": load}
+    row = dataset(image_file(tmp_path), mm_processor_kwargs={"max_pixels": 2}, **options)[0]
+    assert tiny_tokenizer().decode(row["input_ids"], skip_special_tokens=True) == "see ##, compare ##"
+    assert row["multi_modal_inputs"]["pixel_values"].shape == (4,)
+    refused = dataset(image_file(tmp_path), mm_processor_kwargs={"max_pixels": 0}, **options)
+    with pytest.raises(DataError, match=r"data.mm_processor_kwargs=.'max_pixels': 0.: max_pixels must be positive"):
+        refused[0]
+
+
+def test_rows_with_sounds_are_refused_before_the_first_step(tmp_path: Path) -> None:
+    row = {"prompt": "hear <audio>", "data_source": "toy", "reward_model": {"ground_truth": "1"}, "audios": ["a.wav"]}
+    file = write_rows([row, {**row, "audios": []}], tmp_path / "sounds.jsonl")
+    with pytest.raises(DataError, match=r"row 0: it has sounds \(column audios\), which no model is given here"):
+        dataset(str(file), processor=FakeProcessor())
+    assert dataset(str(file), skip_bad_rows=True).source_sizes == [1]
 
 
 def test_prompts_of_a_file_with_images_have_the_same_columns_with_and_without(tmp_path: Path) -> None:

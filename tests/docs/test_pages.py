@@ -28,6 +28,8 @@ SHORT = {name: f"actor_rollout_ref.{name}" for name in ("model", "actor", "rollo
 # A column of the data, files, and old spellings that are translated.
 NO_KEYS = {"reward_model.ground_truth", "trainer.json", "actor.tis_imp_ratio_cap", "algorithm.rollout_is"}
 NO_KEYS |= {"critic.model.fsdp_config"}
+# Keys that only verl has, on the page for its users.
+NO_KEYS |= {"trainer.use_v1", "trainer.v1.trainer_mode", "data.output_path", "rollout.agent.agent_loop_manager_class"}
 _DOTTED = re.compile(r"(?<![\w./-])([a-z_]+(?:\.[a-z_0-9]+)+)(?=$|[=\s,)\]*.])")
 
 

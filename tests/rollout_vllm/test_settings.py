@@ -164,9 +164,11 @@ def test_the_config_maps_onto_settings() -> None:
         tensor_model_parallel_size=2,
         free_cache_engine=False,
         kv_cache_dtype="fp8",
+        mm_processor_kwargs={"max_pixels": 3136},
         engine_kwargs={"vllm": {"block_size": 32}},
     )
     settings = VLLMSettings.from_config(config, "some/model")
+    assert settings.vllm_arguments(cpu=False)["mm_processor_kwargs"] == {"max_pixels": 3136}
     assert settings.max_model_len == 128
     assert settings.tensor_parallel_size == 2
     assert settings.logprobs == "temperature"

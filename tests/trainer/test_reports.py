@@ -267,6 +267,9 @@ def test_staleness_is_that_of_the_oldest_trained_token() -> None:
     assert metrics["async/staleness/max"] == 3
     shares = [metrics[f"async/staleness/lag_{lag}"] for lag in range(MOST_LAGS + 1)]
     assert shares == pytest.approx([4 / 9, 3 / 9, 1 / 9, 1 / 9, 0, 0, 0, 0, 0])
+    # The first response alone was generated over an update: from version 2 to 5.
+    assert metrics["async/updates_crossed/share"] == pytest.approx(1 / 3)
+    assert metrics["async/updates_crossed/max"] == 3
 
 
 def test_lags_beyond_the_last_are_counted_there() -> None:

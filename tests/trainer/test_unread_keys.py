@@ -32,6 +32,7 @@ LOOKING_ON = tuple(f"/dovetail/config/{name}" for name in ("checks", "plan", "ef
 # What acts, or not, by something else than other keys: it cannot be known before the run.
 DEPENDS = {
     "data.return_multi_modal_inputs": "whether prompts hold images",
+    "data.mm_processor_kwargs": "whether prompts hold images",
     "reward_model.sandbox_fusion.memory_limit_mb": "whether a data source is scored by running code",
     "actor_rollout_ref.rollout.weight_sync": "the test asks for colocated, which happens anyway",
     "actor_rollout_ref.rollout.calculate_log_probs": "the engine's log-probs are always kept",

@@ -19,13 +19,11 @@ _BACKENDS = {"fsdp": "fsdp", "fsdp2": "fsdp2", "dp": None, "megatron": "megatron
 """verl's engines that have a counterpart, and their strategy. `dp` leaves it open."""
 _OTHER_ENGINES = ("automodel", "torchtitan", "veomni", "mlite", "mindspeed")
 _FILES = {"engine": (*_BACKENDS, *_OTHER_ENGINES), "optim": (*_BACKENDS, *_OTHER_ENGINES), "model": ("hf_model",)}
-_MODEL_ENGINES = ("model_engine", f"{_ACTOR}.model_engine")
 _PROFILED = "trainer.profile_interval"
 
 SPELLINGS = (
     ("engine=fsdp, fsdp2, megatron", _STRATEGY, "`engine.strategy` is more exact"),
     ("engine.*", f"{_ACTOR}.fsdp_config.*", "with `engine=megatron`: `megatron.*`; then as these keys are read"),
-    ("model_engine=megatron", _STRATEGY, "`dp` leaves it open"),
     (f"{_PROFILED}=[3,5]", "global_profiler.steps=[3,4,5]", "[-1,-1]: none"),
 )
 """What these rules do, for the documents: written as, read as, why."""
@@ -45,21 +43,18 @@ def training_engine(keys: Translated) -> str:
         for value in keys.take(f"{_CHOICES}.{name}").values():
             why = "here every backend has the same keys" if name == "optim" else "write ./hf_model for a folder"
             keys.notice(name, f"{name}={value} chooses a file of verl, which is not read; {why}.")
-    named = keys.take(f"{_CHOICES}.engine", *_MODEL_ENGINES)
-    written, chosen = next(
-        ((key.removeprefix(f"{_CHOICES}."), value) for key, value in named.items()), ("engine", None)
-    )
+    chosen = next(iter(keys.take(f"{_CHOICES}.engine").values()), None)
     exact = keys.leaves.get("engine.strategy")
     if chosen is not None and chosen not in _BACKENDS:
-        works = "engine=fsdp, fsdp2 or megatron" if written == "engine" else f"{written}=dp or megatron"
-        keys.problem(written, f"{written}={chosen}: this engine of verl is not built in; use {works}, with its keys.")
+        why = "this engine of verl is not built in; use engine=fsdp, fsdp2 or megatron, with its keys"
+        keys.problem("engine", f"engine={chosen}: {why}.")
         keys.take(*(key for key in keys.leaves if key.startswith(("engine.", "optim."))))
     elif chosen is not None and exact is not None and (chosen == "megatron") != (exact == "megatron"):
-        keys.problem("engine", f"{written}={chosen} and engine.strategy={exact} name different backends; keep one.")
+        keys.problem("engine", f"engine={chosen} and engine.strategy={exact} name different backends; keep one.")
         keys.take("engine.strategy")
     elif chosen is not None and (strategy := _BACKENDS[chosen]) is not None and exact is None:
-        keys.put(_STRATEGY, strategy, written)
-        keys.notice(written, f"{written}={chosen} is read as {_STRATEGY}={strategy}.")
+        keys.put(_STRATEGY, strategy, "engine")
+        keys.notice("engine", f"engine={chosen} is read as {_STRATEGY}={strategy}.")
     own = set(MegatronConfig.model_fields) - set(FSDPConfig.model_fields)
     is_megatron = "megatron" in (chosen, exact) or (
         chosen is None and any(key.split(".")[1] in own for key in keys.leaves if key.startswith("engine."))

@@ -13,7 +13,7 @@ _LORA = "adapters are plain LoRA, initialised as PEFT does"
 _ROUTING = "the trainer routes tokens to experts itself; routing is not recorded or replayed"
 _MUON = "Muon of strategy=fsdp2 has muon_momentum, muon_nesterov, muon_num_ns_steps and muon_adjust_lr_fn"
 _FULL_PRECISION = "weights are trained in full precision; only the engine may be quantised"
-_NO_REPLAY = "responses are never replayed from an earlier run"
+_NO_REPLAY = "no step takes its responses from a file; `dovetail replay` trains on all of a run that was recorded"
 
 _STOP_STRINGS = "ROLLOUT.stop ROLLOUT.stop_strings ROLLOUT.stop_sequences"
 
@@ -34,7 +34,12 @@ _REFUSED: tuple[tuple[str, str, tuple[object, ...]], ...] = (
     ("a teacher is `distill.teacher.path` of `dovetail distill`", "distillation.enabled", (False,)),
     ("`actor_rollout_ref.actor.loss_scale_factor` is that of both losses", "critic.loss_scale_factor", ()),
     (_FULL_PRECISION, "*.qat.enable", (False,)),
-    (_NO_REPLAY, "skip.enable ROLLOUT.skip_rollout ROLLOUT.skip.enable", (False,)),
+    (
+        "no step takes its responses from a file; record a run with async_training.record=True, and `dovetail replay` "
+        "trains on the record without an engine",
+        "skip.*.enable ROLLOUT.skip_rollout ROLLOUT.skip.enable",
+        (False,),
+    ),
     ("groups are taken as `async_training.order` says", "trainer.v1.sampler.custom_sampler.path", ()),
     ("a response ends where the model ends it", "data.min_response_length ROLLOUT.min_tokens", (0,)),
     ("engines read no text; give ids of tokens in `rollout.stop_token_ids`", _STOP_STRINGS, (None, "", [])),
@@ -43,13 +48,34 @@ _REFUSED: tuple[tuple[str, str, tuple[object, ...]], ...] = (
         "data.pad_mode",
         ("no_padding", "right"),
     ),
+    (
+        "no class for all conversations is run; name your agent loops in `rollout.agent.agent_loop_config_path`, or a "
+        "program in `rollout.agent.command` (docs/agents.md)",
+        "ROLLOUT.agent.agent_loop_manager_class ROLLOUT.chat_scheduler *.completion_callback",
+        (),
+    ),
+    (
+        "no class of a server is run; register an engine of yours (docs/guide/extending.md) and set `rollout.name`",
+        "ROLLOUT.agent.custom_async_server.path",
+        (),
+    ),
+    ("one engine does prefill and decoding", "ROLLOUT.disaggregation.enable*", (False,)),
+    ("`dovetail generate MODEL --file PROMPTS --jsonl FILE` writes responses to a file", "data.output_path", ()),
+    ("prompts hold text, images and videos; sound would be left out", "data.audio_key", ("audios",)),
+    ("the reference is the policy's starting point", "actor_rollout_ref.ref.model.path", ()),
+    ("optimizers come from torch.optim", "*.optim.optimizer_impl", ("torch.optim",)),
+    (
+        "`rollout.quantization` names the method, and `rollout.engine_kwargs` has the engine's own settings",
+        "ROLLOUT.quantization_config_file",
+        (),
+    ),
     ("the first token is sampled like the others", "ROLLOUT.use_fire_sampling", (False,)),
 )
 
 _UNUSED: tuple[tuple[str, str], ...] = (
-    ("it belongs to another launcher; here every default is in the schema", "hydra.* defaults"),
+    ("it belongs to another launcher; here every default is in the schema", "hydra.*"),
     (
-        "`global_profiler` chooses tool (torch), steps and ranks for all roles; phases are in metrics.jsonl",
+        "`global_profiler` has the tool, steps and ranks of all roles; phases are in metrics.jsonl",
         "global_profiler.profile_* global_profiler.relocate_* global_profiler.finish_hook_* global_profiler.global_* "
         "profiler.* *.profiler.* *.profile.* *.npu_profile.* *_nsight_options.*",
     ),
@@ -84,7 +110,6 @@ _UNUSED: tuple[tuple[str, str], ...] = (
     ("the role decides", "*.megatron.forward_only"),
     ("use `override_transformer_config`", "*.megatron.extra.*"),
     ("Megatron's own FSDP is not used; choose strategy fsdp2", "*.megatron.use_megatron_fsdp"),
-    ("optimizers come from torch.optim", "*.optim.optimizer_impl"),
     ("a resumed run always continues its schedule", "*.optim.use_checkpoint_opt_param_scheduler"),
     ("the first step is step 1 of the schedule", "*.optim.zero_indexed_step"),
     ("`actor_rollout_ref.rollout.n` is the one place", "*.rollout_n"),
@@ -112,8 +137,11 @@ _UNUSED: tuple[tuple[str, str], ...] = (
     ("the engine schedules its own requests", "async_training.concurrent_samples_per_replica"),
     ("scores are always asynchronous", "*.use_reward_loop *.launch_reward_fn_async *.enable_reward_queue"),
     ("a teacher is `distill.teacher.path` of `dovetail distill`", "distillation.*"),
-    ("prompts hold text, images and videos", "data.audio_key"),
-    ("the processor runs with the model's own settings", "data.mm_processor_kwargs*"),
+    (
+        "checkpoints hold the base model too; `dovetail export --adapter` writes the adapter alone, and "
+        "`trainer.max_actor_ckpt_to_keep` limits how many are kept",
+        "*.checkpoint.save_lora_only",
+    ),
     ("there is one trainer", "trainer.use_v1"),
     ("there is one trainer; `async_training` says how far generation runs ahead", "trainer.v1.*"),
     ("validation runs on the engines", "async_training.use_trainer_do_validate"),
@@ -130,15 +158,12 @@ _UNUSED: tuple[tuple[str, str], ...] = (
     ("metrics go to the run folder and the trackers", "ROLLOUT.prometheus.*"),
     ("responses are recorded by `trainer.rollout_data_dir`", "ROLLOUT.trace.*"),
     ("`actor_rollout_ref.rollout.weight_sync` chooses the transfer", "*.checkpoint_engine.*"),
-    ("pass quantisation through `actor_rollout_ref.rollout.engine_kwargs`", "ROLLOUT.quantization_config_file"),
     ("TensorRT-LLM is not an engine here; use native, vllm or sglang", "ROLLOUT.engine_kwargs.trtllm.*"),
     ("time-outs and retries of the engine's server are dovetail's own", "ROLLOUT.server.*"),
     ("the engine forms its own batches", "ROLLOUT.micro_batch_size"),
-    ("`actor_rollout_ref.rollout.agent` drives conversations", "ROLLOUT.chat_scheduler *.completion_callback"),
     ("engines never log requests", "ROLLOUT.disable_log_requests"),
     ("token ids are kept and never re-tokenised", "*tokenization_sanity_check*"),
     ("engines are chosen by `rollout.name`", "ROLLOUT.agent.custom_async_server.*"),
-    ("conversations are driven by the built-in manager", "ROLLOUT.agent.agent_loop_manager_class"),
     ("a module path is enough to find a manager", "reward_model.reward_loop_source reward_model.reward_manager.source"),
     ("reward networks are computed by the training backend; no engine is started for them", "reward_model.rollout.*"),
     ("a reward network has no vocabulary head", "reward_model.model.use_fused_kernels"),

@@ -56,12 +56,16 @@ Values = dict[str, tuple[Any, str]]
 """What a rule sets: new key -> (value, how it was written). None sets nothing."""
 
 _ACTOR = "actor_rollout_ref.actor"
+ROLES = (_ACTOR, "actor_rollout_ref.ref", "critic")
+"""Sections for which verl has a file of each backend, and a profiler."""
 _CORRECTION = "algorithm.rollout_correction"
 _IS, _THRESHOLD = f"{_CORRECTION}.rollout_is", f"{_CORRECTION}.rollout_is_threshold"
 _RS, _BOUND = f"{_CORRECTION}.rollout_rs", f"{_CORRECTION}.rollout_rs_threshold"
 # Levels of the second generation, as rejection rules of the third.
 _REJECTION = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
 _VETOES = (f"{_CORRECTION}.rollout_token_veto_threshold", f"{_CORRECTION}.rollout_is_veto_threshold")
+_LOSS, _BYPASS = f"{_ACTOR}.policy_loss.loss_mode", f"{_CORRECTION}.bypass_mode"
+_RANKS, _ALL_RANKS = "global_profiler.ranks", "global_profiler.all_ranks"
 _RATIO_CAPS = (f"{_ACTOR}.tis_imp_ratio_cap", f"{_ACTOR}.behav_imp_weight_cap")
 
 
@@ -141,6 +145,14 @@ def early_rollout_correction(keys: Translated) -> None:
     keys.put_all(values)
 
 
+def bypass_loss(keys: Translated) -> None:
+    """verl's name of the policy loss in bypass mode; here the mode is a key, and the loss is what `loss_type` says."""
+    if keys.leaves.get(_LOSS) == "bypass_mode":
+        keys.take(_LOSS)
+        keys.put(_BYPASS, True, f"{_LOSS}=bypass_mode, that is {_BYPASS}")
+        keys.notice(_LOSS, f"{_LOSS}=bypass_mode is read as {_BYPASS}=True; {_CORRECTION}.loss_type says which loss.")
+
+
 def _veto(keys: Translated, values: Values, threshold: Any, key: str) -> None:
     """A veto on single tokens is one more rejection rule. That rule is symmetric: it also vetoes tokens that are as
     much more likely."""
@@ -157,16 +169,19 @@ def _veto(keys: Translated, values: Values, threshold: Any, key: str) -> None:
     )
 
 
-def implied_megatron(keys: Translated) -> None:
-    """Lists for a Megatron file set `*.megatron.*` and no strategy, because that file chose the backend."""
-    leaves = keys.leaves
-    if leaves.get(f"{_ACTOR}.strategy") is not None:
-        return
-    for role in (_ACTOR, "critic"):
-        used = next((key for key in leaves if key.startswith(f"{role}.megatron.")), None)
-        if used is not None and leaves.get(f"{role}.strategy") is None:
-            keys.put(f"{role}.strategy", "megatron", used)
-            keys.notice(f"{role}.strategy", f"{used} is set and {role}.strategy is not: it is read as megatron.")
+def profiled_ranks(keys: Translated) -> None:
+    """Each role named the processes that it profiles; here a process plays all roles, and is profiled or not."""
+    given = keys.take(*(f"{role}.profiler.{name}" for role in ROLES for name in ("all_ranks", "ranks")))
+    ranks = [rank for value in given.values() if isinstance(value, list) for rank in value]
+    values: Values = {}
+    for key, value in given.items():
+        if key.endswith(".all_ranks") and value:
+            values[_ALL_RANKS] = (value, key)
+        elif key.endswith(".ranks") and value:
+            values[_RANKS] = (list(dict.fromkeys(ranks)) or value, key)
+    keys.put_all(values)
+    for name, (value, key) in values.items():
+        keys.notice(key, f"{key} is read as {name}={value}: a process that is profiled is so with all its roles.")
 
 
 def global_micro_batches(keys: Translated) -> None:
@@ -205,7 +220,8 @@ GROUP_RULES: tuple[Callable[[Translated], None], ...] = (
     ratio_cap,
     flat_importance_sampling,
     early_rollout_correction,
-    implied_megatron,
+    bypass_loss,
+    profiled_ranks,
     global_micro_batches,
 )
 
@@ -241,6 +257,7 @@ GROUP_SPELLINGS = (
     (f"{_BOUND}_lower", f"{_BOUND}=lower_upper", ""),
     (_VETOES[0], _RS, "one more rule, seq_max_k2 with the threshold 0.5 x log(veto)^2"),
     (f"{_CORRECTION}.use_policy_gradient", f"{_CORRECTION}.loss_type=reinforce", ""),
-    (f"{_ACTOR}.megatron.*", f"{_ACTOR}.strategy=megatron", "when no strategy is set"),
+    (f"{_LOSS}=bypass_mode", f"{_BYPASS}=True", ""),
+    *((f"{role}.profiler.ranks", _RANKS, "those of all roles together; all_ranks: the same") for role in ROLES),
 )
 """What these rules do, for the documents: written as, read as, why."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from dovetail.config.keys import catalogue
 from dovetail.config.root import DovetailConfig
-from dovetail.config.translate import asynchronous, engines
+from dovetail.config.translate import asynchronous, backends, engines
 from dovetail.config.translate.groups import GROUP_RULES, GROUP_SPELLINGS, Translated
 
 
@@ -61,7 +61,9 @@ def _moved_from_fsdp() -> Iterator[Translation]:
     names = "use_torch_compile entropy_from_logits_with_chunking entropy_checkpointing"
     yield from _moved(f"{_ACTOR}.fsdp_config", _ACTOR, names, "it is a choice of the head")
     yield from _moved(f"{_REF}.fsdp_config", _REF, "use_torch_compile", "it is a choice of the head")
-    yield from _moved(f"{_REF}.megatron", "trainer", "full_determinism", _WHOLE_RUN)
+    for role in (_ACTOR, _REF, "critic"):
+        yield Translation(f"{role}.megatron_config.*", f"{role}.megatron.*")
+        yield from _moved(f"{role}.megatron", "trainer", "full_determinism", _WHOLE_RUN)
     yield from _moved(f"{_ACTOR}.megatron", _ACTOR, "strategy use_torch_compile", "the role has one such key")
 
 
@@ -113,6 +115,8 @@ TRANSLATIONS: tuple[Translation, ...] = (
     *_moved(_ROLLOUT, _MODEL, "trust_remote_code"),
     *_moved(f"{_ROLLOUT}.checkpoint_engine", _ROLLOUT, "update_weights_bucket_megabytes"),
     *_moved(_ROLLOUT, "trainer", "seed full_determinism", _WHOLE_RUN),
+    Translation(f"{_ROLLOUT}.multi_turn", f"{_ROLLOUT}.multi_turn.enable"),
+    Translation(f"{_ROLLOUT}.tool_kwargs.tools_config_file", f"{_ROLLOUT}.multi_turn.tool_config_path"),
     *_moved("rollout", "trainer", "total_epochs test_freq"),
     Translation("rollout.*", f"{_ROLLOUT}.*", "generation has one section"),
     Translation("sandbox_fusion.*", "reward_model.sandbox_fusion.*"),
@@ -143,6 +147,7 @@ TRANSLATIONS: tuple[Translation, ...] = (
 OTHER_SPELLINGS = (
     *((rule.old, rule.new, rule.why) for rule in TRANSLATIONS),
     *GROUP_SPELLINGS,
+    *backends.SPELLINGS,
     *asynchronous.SPELLINGS,
     *engines.SPELLINGS,
 )
@@ -164,7 +169,7 @@ def translate(leaves: Mapping[str, Any]) -> Translated:
         if new != key and (value := done.leaves.pop(key)) is not None:
             done.notice(key, f"{key} is read as {new}" + (f": {why}." if why else "."))
             done.put(new, value, key)
-    for rule in (*asynchronous.RULES, *engines.RULES, *GROUP_RULES):
+    for rule in (*asynchronous.RULES, *engines.RULES, *backends.RULES, *GROUP_RULES):
         rule(done)
     for key, spellings in VALUE_SPELLINGS.items():
         value = done.leaves.get(key)

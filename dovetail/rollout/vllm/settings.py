@@ -44,6 +44,8 @@ class VLLMSettings(EngineSettings):
             kwargs.setdefault("cudagraph_capture_sizes", rollout.cudagraph_capture_sizes)
         if rollout.quantization is not None:
             kwargs.setdefault("quantization", rollout.quantization)
+        if rollout.mm_processor_kwargs:
+            kwargs.setdefault("mm_processor_kwargs", dict(rollout.mm_processor_kwargs))
         if rollout.limit_images is not None:
             kwargs.setdefault("limit_mm_per_prompt", {"image": rollout.limit_images})
         if rollout.expert_parallel_size > 1:
