@@ -116,6 +116,7 @@ def build_agents(config: DovetailConfig, tokenizer: Any) -> Agents:
             rollout.response_length,
             max_turns=turns.max_assistant_turns,
             branches=turns.on_rewrite == "branch",
+            config=config,
         ),
         CallSettings(
             tool_timeout_s=turns.tool_timeout_s,

@@ -355,8 +355,8 @@ def test_every_name_of_the_alias_can_be_imported_and_others_say_what_there_is() 
         ImportError, match=r"dovetail stands in for it with BaseInteraction in verl\.interactions\.base"
     ):
         from verl.interactions.base import Gsm8kInteraction  # noqa: F401
-    with pytest.raises(ImportError, match=r"An agent loop is `async run\(task, session\)` here"):
-        from verl.experimental.agent_loop.agent_loop import AgentLoopBase  # noqa: F401
+    with pytest.raises(ImportError, match=r"AgentLoopManager is not here.*with AgentLoopBase, AgentLoopMetrics, "):
+        from verl.experimental.agent_loop.agent_loop import AgentLoopManager  # noqa: F401
     with pytest.raises(ModuleNotFoundError, match=r"verl\.trainer"):
         importlib.import_module("verl.trainer.main_ppo")
 
