@@ -74,7 +74,7 @@ class ToolResult:
     """The environment is at its end: no further turn."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     failure: str = ""
-    """What kind of error the text reports, for the events: "invalid call" or "exception"."""
+    """What kind of error the text reports, for the events: "invalid call", "exception" or "not shown"."""
 
 
 def checked_reward(value: Any, what: str) -> float:

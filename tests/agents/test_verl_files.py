@@ -223,7 +223,7 @@ def test_tool_selection_of_a_row_chooses(tmp_path: Path) -> None:
         play(toolbox, Task([], {"tool_selection": ["look"]}))
 
 
-def test_function_tools_of_both_kinds(tmp_path: Path) -> None:
+def test_function_tools_of_both_kinds(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = write(
         tmp_path,
         "functions.py",
@@ -273,7 +273,10 @@ same = pair
         ToolCall("add", {"a": "two"}),
     )
     assert add == ToolResult('{"sum": 3}', metrics={"calls": 1.0, "tool_reward/add": 0.5})
-    assert said.text == "hi\n(images of tools are not shown to the model)"
+    assert said == ToolResult(
+        "hi\nError: the image that say returned cannot be shown; only text can.", failure="not shown"
+    )
+    assert caplog.text.count("the model gets an error for the image that the tool say returned") == 1
     assert (raw.text, pair.text) == ('["y", "z"]', "[1, 2]")
     assert "argument 'a'" in wrong.text
 
