@@ -259,9 +259,28 @@ class Session:
         sampled: set[int] = set()
         return tuple(self._segment(number, sampled) for number in sorted(self._nodes) if number not in parents)
 
-    def sampled(self) -> dict[int, tuple[list[int], GenerationResult]]:
-        """By the number of the turn: the ids before it, and what the engine gave."""
-        return {number: (self._ids_before(node), _result_of(node)) for number, node in sorted(self._nodes.items())}
+    def result(self, number: int) -> GenerationResult:
+        """What the engine gave for this turn."""
+        return _result_of(self._nodes[number])
+
+    def matches(self, ids: list[int]) -> dict[int, tuple[int, int]]:
+        """The turns that stand in these ids behind exactly what they were sampled after.
+
+        By the number of the turn: where its tokens begin, and how many of them are the same.
+        """
+        ends: dict[int | None, int] = {None: 0}
+        found: dict[int, tuple[int, int]] = {}
+        for number, node in sorted(self._nodes.items()):  # parents first
+            begin = ends.get(node.parent)
+            if begin is None or ids[begin : (at := begin + len(node.observed))] != node.observed:
+                continue
+            rest = ids[at : at + len(node.token_ids)]
+            pairs = enumerate(zip(node.token_ids, rest, strict=False))
+            same = next((count for count, (mine, theirs) in pairs if mine != theirs), len(rest))
+            found[number] = at, same
+            if same == len(node.token_ids):
+                ends[number] = at + same
+        return found
 
     def state(self, partial: Mapping[str, GenerationResult]) -> dict[str, Any]:
         """A JSON value to build the session from again; `partial` has what running requests have, by their id."""
@@ -334,25 +353,24 @@ class Session:
     def _next_node_of_ids(self, number: int, ids: list[int], messages: Sequence[Message]) -> _Node:
         recorded = self._recorded.pop(number, None)
         if recorded is not None:
-            if self._ids_before(recorded) == ids:
+            if recorded.parent in (None, *self._nodes) and self._ids_before(recorded) == ids:
                 recorded.reward = None  # the loop gives it again
                 return recorded
             raise DivergedError(f"turn {number} of {self.name} answers other ids than the recorded one")
-        parent: _Node | None = None
-        before: list[int] = []
-        for node in self._nodes.values():
-            path = [*self._ids_before(node), *node.token_ids]
-            if len(path) >= len(before) and path == ids[: len(path)]:
-                parent, before = node, path
-        asked = [*map(_copied, messages)] if parent is None else list(self._known[parent.number])
+        ends = {
+            other: at + same
+            for other, (at, same) in self.matches(ids).items()
+            if same == len(self._nodes[other].token_ids)
+        }
+        parent = max(ends, key=lambda other: (ends[other], other), default=None)
         if parent is None and (self._nodes or self._running):
             self.events.append({"kind": "branch", "turn": number, "why": "the ids continue no turn"})
-        observed = ids[len(before) :]
+        observed = ids[0 if parent is None else ends[parent] :]
+        asked = list(map(_copied, messages)) if parent is None else list(self._known[parent])
         if parent is not None and observed:  # whose role no id tells
             text = self.settings.renderer.tokenizer.decode(observed, skip_special_tokens=True)
             asked.append({"role": "user", "content": text})
-        above = None if parent is None else parent.number
-        return _Node(number, above, asked, [], observed, self._seed(number, above))
+        return _Node(number, parent, asked, [], observed, self._seed(number, parent))
 
     def _ids_before(self, node: _Node) -> list[int]:
         path = self._path(node.parent)

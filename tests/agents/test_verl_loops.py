@@ -22,6 +22,7 @@ from dovetail.agents.stream import AgentStream
 from dovetail.agents.types import Task, ToolCall, ToolResult
 from dovetail.agents.verl.alias import alias_verl
 from dovetail.config.root import DovetailConfig
+from dovetail.config.user_code import UserCodeError, import_user_modules
 from dovetail.protocol import DataProto
 from dovetail.rollout.base import SamplingParams
 from dovetail.rollout.native.engine import NativeEngine
@@ -225,18 +226,6 @@ class One(AgentLoopBase):
 """
 
 
-class Renderer(FakeRenderer):
-    class tokenizer:
-        @staticmethod
-        def decode(ids: list[int], skip_special_tokens: bool = False) -> str:
-            return "".join(chr(token) for token in ids if token < 900 and token != STOP)
-
-    def tokens_before(self, ids: Any, texts: Any, *, inclusive: bool = False) -> int:
-        assert inclusive
-        text = "".join(map(chr, ids))
-        return min((text.find(one) + len(one) for one in texts if one in text), default=len(ids))
-
-
 LOOK = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 
 
@@ -244,13 +233,12 @@ async def _called(call: ToolCall) -> ToolResult:
     return ToolResult(f"{call.name} {call.arguments}", 0.25, metrics={"looks": 1.0})
 
 
-def play(tmp_path: Path, engine: FakeEngine, body: Any, **limits: int) -> tuple[Any, Session]:
+def play(tmp_path: Path, engine: FakeEngine, body: Any) -> tuple[Any, Session]:
     code = loaded(tmp_path, CODE, name="one", cls="One")
     code.PLAY = body
-    config = DovetailConfig(actor_rollout_ref={"rollout": {"prompt_length": 20, "response_length": 40} | limits})
-    settings = SessionSettings(
-        Renderer(), parse, **{"prompt_length": 20, "response_length": 40} | limits, config=config
-    )
+    limits = {"prompt_length": 20, "response_length": 40}
+    config = DovetailConfig(actor_rollout_ref={"rollout": limits})
+    settings = SessionSettings(FakeRenderer(), parse, **limits, config=config)
     session = Session("s", settings, engine.generate, SamplingParams(seed=7, temperature=0.5), abort=engine.abort)
 
     session.tools = SimpleNamespace(schemas=[LOOK], after=lambda messages: messages, call=_called)
@@ -469,3 +457,13 @@ def test_verls_own_loops_are_not_there_to_be_subclassed() -> None:
         from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop  # noqa: F401
     with pytest.raises(ImportError, match="single_turn_agent is a loop of dovetail's own"):
         from verl.experimental.agent_loop import SingleTurnAgentLoop  # noqa: F401
+
+
+def test_a_loop_for_verl_in_import_modules_is_told_where_it_belongs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every process imports those modules, scoring processes too."""
+    (tmp_path / "loop_for_verl.py").write_text(CODE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(UserCodeError, match=r"belongs in rollout\.agent\.agent_loop_config_path"):
+        import_user_modules(["loop_for_verl"])

@@ -28,7 +28,6 @@ from dovetail.agents.verl.bases import OpenAIFunctionToolSchema, ToolResponse
 from dovetail.rollout.assemble import NO_VERSION, Response
 from dovetail.rollout.base import FinishReason, GenerationResult
 
-Turns = Mapping[int, tuple[list[int], GenerationResult]]
 Place = tuple[int, int]
 """Number of a turn, and of a token in it."""
 _LIMITS = ("max_tokens", "max_new_tokens")
@@ -100,7 +99,7 @@ class ServerManager(LLMServerClient):
         turn = await self._session.generate(
             [int(token) for token in prompt_ids], messages=self._messages, **self._limits(sampling_params or {})
         )
-        result = self._session.sampled()[turn.node][1]
+        result = self._session.result(turn.node)
         versions = result.weight_versions or [NO_VERSION]
         steps = {"global_steps": versions[-1], "min_global_steps": min(versions), "max_global_steps": max(versions)}
         reason = "aborted" if result.finish_reason == "abort" else "completed"
@@ -202,46 +201,40 @@ def _row(output: AgentLoopOutput, session: Session, used: set[tuple[int, int]]) 
     for name, (tokens, most) in lengths.items():
         if len(tokens) > most:
             raise ValueError(f"{name}_ids has {len(tokens)} tokens, more than rollout.{name}_length={most}; cut it.")
-    turns = session.sampled()
-    places = _places([*prompt, *ids], turns)[len(prompt) :]
+    places = _places([*prompt, *ids], session)[len(prompt) :]
     trained, log_probs, versions = [False] * len(ids), [0.0] * len(ids), [NO_VERSION] * len(ids)
+    results = {place[0]: session.result(place[0]) for place in places if place is not None}
     for position, (wanted, place) in enumerate(zip(mask, places, strict=True)):
         if wanted and place is None:
             raise ValueError(_not_sampled(ids, position, session))
         if not wanted or place is None or place in used:
             continue
         used.add(place)
-        _, result = turns[place[0]]
+        turn, token = place
         trained[position] = True
-        log_probs[position], versions[position] = result.log_probs[place[1]], result.weight_versions[place[1]]
-    is_cut = _is_cut(places, turns, is_full=len(ids) == settings.response_length)
+        log_probs[position] = results[turn].log_probs[token]
+        versions[position] = results[turn].weight_versions[token]
+    is_cut = _is_cut(places, results, is_full=len(ids) == settings.response_length)
     reason: FinishReason = "length" if is_cut else "stop"
     return Segment(tuple(prompt), Response(tuple(ids), tuple(trained), tuple(log_probs), tuple(versions), reason))
 
 
-def _places(ids: list[int], turns: Turns) -> list[Place | None]:
-    """For each id the turn that sampled it, after exactly the ids before it here, and its number in that turn."""
+def _places(ids: list[int], session: Session) -> list[Place | None]:
+    """For each id the turn that sampled it, after exactly the ids before it here."""
     places: list[Place | None] = [None] * len(ids)
-    matches = []
-    for number, (before, result) in turns.items():
-        if before == ids[: len(before)]:
-            pairs = zip(result.token_ids, ids[len(before) :], strict=False)
-            same = next((count for count, (mine, theirs) in enumerate(pairs) if mine != theirs), None)
-            length = min(len(result.token_ids), len(ids) - len(before)) if same is None else same
-            matches.append((length, number, len(before)))
-    for length, number, begin in sorted(matches):  # of several turns after the same ids, the longest match
-        places[begin : begin + length] = [(number, token) for token in range(length)]
+    found = sorted((same, turn, at) for turn, (at, same) in session.matches(ids).items())
+    for same, turn, at in found:  # of several turns after the same ids, the longest match
+        places[at : at + same] = [(turn, token) for token in range(same)]
     return places
 
 
-def _is_cut(places: Sequence[Place | None], turns: Turns, *, is_full: bool) -> bool:
+def _is_cut(places: Sequence[Place | None], results: Mapping[int, GenerationResult], *, is_full: bool) -> bool:
     """Whether the row ends within a turn because no room was left."""
     if not places or places[-1] is None:
         return False
-    number, token = places[-1]
-    _, result = turns[number]
-    is_last = token + 1 == len(result.token_ids)
-    return result.finish_reason == "length" if is_last else is_full
+    turn, token = places[-1]
+    is_last = token + 1 == len(results[turn].token_ids)
+    return results[turn].finish_reason == "length" if is_last else is_full
 
 
 def _not_sampled(ids: Sequence[int], position: int, session: Session) -> str:
