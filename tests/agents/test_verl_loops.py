@@ -346,6 +346,10 @@ def test_appending_messages_as_verl_does(tmp_path: Path) -> None:
         assert await loop.process_multi_modal_info(messages) == {}
         with pytest.raises(ValueError, match="images, videos and sounds"):
             await loop.process_vision_info([{"role": "user", "content": [{"type": "image"}]}])
+        loop._assert_mm_supported(False)
+        with pytest.raises(ValueError, match="images, videos and sounds"):
+            loop._assert_mm_supported(True)
+        assert loop._get_mm_processor_kwargs(None) == {}
         prompt = await loop.ct_build_initial_tokens(messages)
         said = await loop.server_manager.generate("x", prompt_ids=prompt, sampling_params=params)
         merged, mask, probs = await loop.ct_merge_assistant_token(

@@ -168,6 +168,12 @@ class AgentLoopBase(ABC):
         refuse_media([part for content in contents for part in content if part.get("type") != "text"])
         return {}
 
+    def _assert_mm_supported(self, has_multi_modal: bool) -> None:
+        refuse_media([True] * has_multi_modal)
+
+    def _get_mm_processor_kwargs(self, audio_data: Any = None) -> dict[str, Any]:
+        return {}  # loops that began as a copy of verl's own ask
+
     async def process_vision_info(self, messages: Sequence[Message]) -> dict[str, Any]:
         return await self.process_multi_modal_info(messages)
 
