@@ -118,6 +118,7 @@ def build_agents(config: DovetailConfig, tokenizer: Any) -> Agents:
             max_turns=turns.max_assistant_turns,
             branches=turns.on_rewrite == "branch",
             text_stop_ids=run_stop_ids(config, tokenizer).text if rollout.stop_token_ids else frozenset(),
+            config=config,
         ),
         CallSettings(
             tool_timeout_s=turns.tool_timeout_s,

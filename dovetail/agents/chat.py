@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -249,14 +249,15 @@ class ChatRenderer:
         bare = self._render_prepared(messages, tools, generation=False)
         return Prompt(text, text[len(bare) :] if text.startswith(bare) else "")
 
-    def tokens_before(self, ids: Sequence[int], texts: Sequence[str]) -> int:
-        """How many ids can be kept so that none of the texts begins in them."""
+    def tokens_before(self, ids: Sequence[int], texts: Sequence[str], *, inclusive: bool = False) -> int:
+        """How many ids can be kept so that none of the texts begins in them; `inclusive`: until the first has ended."""
         decode = self.tokenizer.decode
         whole = decode(list(ids))
-        begin = min((at for text in texts if (at := whole.find(text)) >= 0), default=None)
-        if begin is None:
+        found = [at + inclusive * len(text) for text in texts if (at := whole.find(text)) >= 0]
+        if not found:
             return len(ids)
-        return bisect_right(range(len(ids)), begin, key=lambda count: len(decode(list(ids[:count])))) - 1
+        bisect = bisect_left if inclusive else bisect_right
+        return bisect(range(len(ids)), min(found), key=lambda count: len(decode(list(ids[:count])))) - (not inclusive)
 
     @cached_property
     def audit(self) -> TemplateAudit:

@@ -86,6 +86,7 @@ def find_object(path: str, *, key: str) -> Any:
 def as_loop(loop: Callable[..., Any]) -> AgentLoop:
     """A function as it is; a class, or a partial of one, is built for each trajectory.
 
+    `run(sampling_params, **columns)` is that of a loop written for verl.
     `run(task, base_url, api_key)` gets the address of the trajectory's endpoint instead of the session.
     """
     target = loop.func if isinstance(loop, functools.partial) else loop
@@ -97,6 +98,10 @@ def as_loop(loop: Callable[..., Any]) -> AgentLoop:
         return loop
     if not hasattr(target, "run"):
         raise ValueError(f"{target.__name__} has no `async run(self, task, session)`; write one.")
+    if "sampling_params" in inspect.signature(target.run).parameters:  # verl's AgentLoopBase
+        from dovetail.agents.verl.run_loop import verl_loop
+
+        return verl_loop(loop)
     return lambda task, session: loop().run(task, session)
 
 

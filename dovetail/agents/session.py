@@ -46,6 +46,12 @@ class RewrittenHistoryError(ValueError):
 class Renderer(Protocol):
     """What a session needs of `ChatRenderer`."""
 
+    @property
+    def tokenizer(self) -> Any: ...
+
+    @property
+    def stop_token_ids(self) -> Sequence[int]: ...
+
     def start(
         self,
         messages: Sequence[Message],
@@ -65,7 +71,7 @@ class Renderer(Protocol):
         rendered: Rendered | None = None,
     ) -> Sequence[int] | None: ...
 
-    def tokens_before(self, ids: Sequence[int], texts: Sequence[str]) -> int: ...
+    def tokens_before(self, ids: Sequence[int], texts: Sequence[str], *, inclusive: bool = False) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +89,8 @@ class SessionSettings:
     """Whether a template that rewrites history begins a new segment; else it is an error."""
     text_stop_ids: frozenset[int] = frozenset()
     """Ids of `rollout.stop_token_ids` that end a turn as a part of its text. The turn is closed by the template."""
+    config: Any = None
+    """The run's `DovetailConfig`, for loops that read it: those written for verl."""
 
 
 @dataclass(slots=True)
@@ -146,10 +154,10 @@ class Session:
         self.tools: Any = None
         """The trajectory's `calls.CheckedTools`."""
         self.events: list[dict[str, Any]] = list((state or {}).get("events", ()))
-        self._settings = settings
+        self.settings = settings
         self._generate = generate
         self._abort = abort
-        self._sampling = replace(sampling, n=1)
+        self.sampling = replace(sampling, n=1)
         self._sample_index = sample_index
         self._nodes: dict[int, _Node] = {}
         self._turns: dict[int, Turn] = {}
@@ -159,6 +167,7 @@ class Session:
         self._num_asked = 0
         self._is_over = False
         self._recorded = {node["number"]: _Node(**node) for node in (state or {}).get("nodes", ())}
+        self._rows: tuple[Segment, ...] | None = None
 
     # ---- the conversation ----
 
@@ -175,20 +184,40 @@ class Session:
         A turn ends before any of the texts in `stop`. It is sampled with the run's settings, with which the trainer
         computes its log-probs. Raises `TrajectoryEnd` when no room is left.
         """
-        if self._is_over:
-            raise asyncio.CancelledError("the trajectory is over")
-        if self._settings.max_turns is not None and self._num_asked >= self._settings.max_turns:
-            raise TrajectoryEnd("max_turns")
-        node = self._next_node(messages, list(tools or []))
+        number = self._next_number()
+        node = self._next_node(number, messages, list(tools or []))
         if node.finish_reason == "running":
             await self._sample(node, max_new_tokens)
-        node.is_cut |= node.is_closed and node.token_ids[-1] in self._settings.text_stop_ids
+        node.is_cut |= node.is_closed and node.token_ids[-1] in self.settings.text_stop_ids
         if stop:  # also of a recorded turn, which may have been recorded before it was cut
-            node.keep(self._settings.renderer.tokens_before(node.token_ids, stop))
-        self._nodes[node.number] = node
-        self._turns[node.number] = turn = self._as_turn(node)
-        self._known[node.number] = [*node.messages, _copied(turn.message)]
-        return turn
+            node.keep(self.settings.renderer.tokens_before(node.token_ids, stop))
+        return self._add(node)
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        messages: Sequence[Message] = (),
+        max_new_tokens: int | None = None,
+        stop: Sequence[str] = (),
+        stop_token_ids: Sequence[int] = (),
+    ) -> Turn:
+        """The model's next turn after exactly these ids, for a loop that puts ids together itself.
+
+        Ids that go on from an earlier turn continue it; others begin a segment. `messages` are what a segment begins
+        with, for the record. A turn ends after the first of the texts in `stop`. Otherwise as `chat`.
+        """
+        number = self._next_number()
+        node = self._next_node_of_ids(number, list(prompt_ids), messages)
+        if node.finish_reason == "running":
+            await self._sample(node, max_new_tokens, stop_token_ids)
+        if stop:
+            node.keep(self.settings.renderer.tokens_before(node.token_ids, stop, inclusive=True))
+        return self._add(node)
+
+    def use_rows(self, rows: Sequence[Segment]) -> None:
+        """Train on these rows instead of the paths through the tree. Their tokens must be those that were sampled."""
+        self._rows = tuple(rows)
 
     def add_reward(self, reward: float, turn: Turn | None = None) -> None:
         """A reward for a turn; for the last one where none is named. Several add up."""
@@ -227,9 +256,34 @@ class Session:
 
     def segments(self) -> tuple[Segment, ...]:
         """A row for each turn that no other continues: the path to it. What two paths share is sampled in the first."""
+        if self._rows is not None:
+            return self._rows
         parents = {node.parent for node in self._nodes.values()}
         sampled: set[int] = set()
         return tuple(self._segment(number, sampled) for number in sorted(self._nodes) if number not in parents)
+
+    def result(self, number: int) -> GenerationResult:
+        """What the engine gave for this turn."""
+        return _result_of(self._nodes[number])
+
+    def matches(self, ids: list[int]) -> dict[int, tuple[int, int]]:
+        """The turns that stand in these ids behind exactly what they were sampled after.
+
+        By the number of the turn: where its tokens begin, and how many of them are the same.
+        """
+        ends: dict[int | None, int] = {None: 0}
+        found: dict[int, tuple[int, int]] = {}
+        for number, node in sorted(self._nodes.items()):  # parents first
+            begin = ends.get(node.parent)
+            if begin is None or ids[begin : (at := begin + len(node.observed))] != node.observed:
+                continue
+            rest = ids[at : at + len(node.token_ids)]
+            pairs = enumerate(zip(node.token_ids, rest, strict=False))
+            same = next((count for count, (mine, theirs) in pairs if mine != theirs), len(rest))
+            found[number] = at, same
+            if same == len(node.token_ids):
+                ends[number] = at + same
+        return found
 
     def state(self, partial: Mapping[str, GenerationResult]) -> dict[str, Any]:
         """A JSON value to build the session from again; `partial` has what running requests have, by their id."""
@@ -248,8 +302,21 @@ class Session:
     def _request_id(self, node: _Node) -> str:
         return f"{self.name}/{node.number}"
 
-    def _next_node(self, asked: Sequence[Message], tools: list[dict[str, Any]]) -> _Node:
-        number, self._num_asked = self._num_asked, self._num_asked + 1
+    def _next_number(self) -> int:
+        if self._is_over:
+            raise asyncio.CancelledError("the trajectory is over")
+        if self.settings.max_turns is not None and self._num_asked >= self.settings.max_turns:
+            raise TrajectoryEnd("max_turns")
+        self._num_asked += 1
+        return self._num_asked - 1
+
+    def _add(self, node: _Node) -> Turn:
+        self._nodes[node.number] = node
+        self._turns[node.number] = turn = self._as_turn(node)
+        self._known[node.number] = [*node.messages, _copied(turn.message)]
+        return turn
+
+    def _next_node(self, number: int, asked: Sequence[Message], tools: list[dict[str, Any]]) -> _Node:
         recorded = self._recorded.pop(number, None)
         if recorded is not None:
             same = len(recorded.messages) == len(asked) and _begins_with(asked, recorded.messages)
@@ -264,7 +331,7 @@ class Session:
         observed = None
         if parent is not None:
             closed = parent.is_closed
-            observed = self._settings.renderer.extend(
+            observed = self.settings.renderer.extend(
                 messages[: len(known)],
                 messages[len(known) :],
                 closed=closed,
@@ -272,7 +339,7 @@ class Session:
                 stop_id=parent.token_ids[-1] if closed else None,
                 rendered=self._rendered,
             )
-            if observed is None and not self._settings.branches:
+            if observed is None and not self.settings.branches:
                 roles = ", ".join(str(message.get("role")) for message in messages[len(known) :])
                 raise RewrittenHistoryError(
                     f"the chat template rewrites history where {roles} follows the model's turn, and "
@@ -282,14 +349,40 @@ class Session:
             if self._nodes or self._running:
                 why = "the history is another" if parent is None else "the template rewrites history"
                 self.events.append({"kind": "branch", "turn": number, "why": why})
-            parent, observed = None, self._settings.renderer.start(messages, tools or None, rendered=self._rendered)
+            parent, observed = None, self.settings.renderer.start(messages, tools or None, rendered=self._rendered)
         seed = self._seed(number, None if parent is None else parent.number)
         return _Node(number, None if parent is None else parent.number, messages, tools, list(observed), seed)
+
+    def _next_node_of_ids(self, number: int, ids: list[int], messages: Sequence[Message]) -> _Node:
+        recorded = self._recorded.pop(number, None)
+        if recorded is not None:
+            if recorded.parent in (None, *self._nodes) and self._ids_before(recorded) == ids:
+                recorded.reward = None  # the loop gives it again
+                return recorded
+            raise DivergedError(f"turn {number} of {self.name} answers other ids than the recorded one")
+        ends = {
+            other: at + same
+            for other, (at, same) in self.matches(ids).items()
+            if same == len(self._nodes[other].token_ids)
+        }
+        parent = max(ends, key=lambda other: (ends[other], other), default=None)
+        if parent is None and (self._nodes or self._running):
+            self.events.append({"kind": "branch", "turn": number, "why": "the ids continue no turn"})
+        observed = ids[0 if parent is None else ends[parent] :]
+        asked = list(map(_copied, messages)) if parent is None else list(self._known[parent])
+        if parent is not None and observed:  # whose role no id tells
+            text = self.settings.renderer.tokenizer.decode(observed, skip_special_tokens=True)
+            asked.append({"role": "user", "content": text})
+        return _Node(number, parent, asked, [], observed, self._seed(number, parent))
+
+    def _ids_before(self, node: _Node) -> list[int]:
+        path = self._path(node.parent)
+        return [*(token for each in path for token in (*each.observed, *each.token_ids)), *node.observed]
 
     def _seed(self, number: int, parent: int | None) -> int | None:
         """That of the turn before; another one where two turns would draw the same numbers at the same positions."""
         known = [*self._nodes.values(), *(node for node, _ in self._running.values())]
-        seed = self._sampling.seed
+        seed = self.sampling.seed
         if seed is None or not known:
             return seed
         is_first = parent is not None and all(node.parent != parent for node in known)
@@ -305,10 +398,10 @@ class Session:
                 best = node
         return best
 
-    async def _sample(self, node: _Node, max_new_tokens: int | None) -> None:
+    async def _sample(self, node: _Node, max_new_tokens: int | None, stop_token_ids: Sequence[int] = ()) -> None:
         path = [*self._path(node.parent), node]
-        ids = [token for each in path for token in (*each.observed, *each.token_ids)]
-        room = self._settings.response_length - max(0, len(ids) - self._prompt_length(path[0]))
+        ids = [*self._ids_before(node), *node.token_ids]
+        room = self.settings.response_length - max(0, len(ids) - self._prompt_length(path[0]))
         if max_new_tokens is not None:
             room = min(room, max_new_tokens - len(node.token_ids))
         if room <= 0:
@@ -319,7 +412,12 @@ class Session:
         request = GenerationRequest(
             self._request_id(node),
             ids,
-            replace(self._sampling, max_new_tokens=room, seed=node.seed),
+            replace(
+                self.sampling,
+                max_new_tokens=room,
+                seed=node.seed,
+                stop_token_ids=(*self.sampling.stop_token_ids, *stop_token_ids),
+            ),
             sample_index=self._sample_index,
             session=self.name,
         )
@@ -345,11 +443,11 @@ class Session:
 
     def _prompt_length(self, root: _Node) -> int:
         """What of a segment's prompt is the row's prompt. A longer one is observed at the start of the response."""
-        return min(len(root.observed), self._settings.prompt_length)
+        return min(len(root.observed), self.settings.prompt_length)
 
     def _as_turn(self, node: _Node) -> Turn:
         ids = node.token_ids
-        text, calls = self._settings.parse(ids[:-1] if node.is_closed else ids, node.tools)
+        text, calls = self.settings.parse(ids[:-1] if node.is_closed else ids, node.tools)
         # Nine letters and digits: some templates refuse any other id.
         calls = tuple(replace(call, id=f"call{node.number:03d}{place:02d}") for place, call in enumerate(calls))
         message: Message = {"role": "assistant", "content": text}

@@ -74,7 +74,7 @@ class ToolResult:
     """The environment is at its end: no further turn."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     failure: str = ""
-    """What kind of error the text reports, for the events: "invalid call" or "exception"."""
+    """What kind of error the text reports, for the events: "invalid call", "exception" or "not shown"."""
 
 
 def checked_reward(value: Any, what: str) -> float:
@@ -166,8 +166,8 @@ class Trajectory:
     messages: tuple[Message, ...] = ()
     """The conversation of the last segment, for reward functions and for people."""
     events: tuple[Mapping[str, Any], ...] = ()
-    """What happened, for the page: {"kind": "generate" | "tool" | "retry" | "branch" | "error", "turn", "seconds", and
-    for tools "name", "arguments", "result", "failure", "metrics"}."""
+    """What happened, for the page: {"kind": "generate" | "tool" | "retry" | "branch" | "error" | "loop", "turn",
+    "seconds", and for tools "name", "arguments", "result", "failure", "metrics"}."""
     error: str = ""
     """For outcomes `tool_error` and `infra`: what was raised."""
     num_turns: int = 0

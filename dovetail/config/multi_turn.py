@@ -38,7 +38,7 @@ class MultiTurnConfig(Section):
     infra_attempts: int = key(3, "Attempts before what fails around a tool ends its trajectory, unscored.", ge=1)
     on_rewrite: Literal["branch", "error"] = key("branch", "Where a template rewrites history: another row, or stop.")
     use_inference_chat_template: bool = key(False, "Render later turns as an inference server would.")
-    format: str = key("hermes", "Tool-call format of the model (hermes, llama3_json, gpt-oss, ...).")
+    format: str = key("hermes", "How the model writes calls: hermes, llama3_json, glm, ... (docs/agents.md).")
     num_repeat_rollouts: int | None = key(None, "Rollouts of one first turn. Null: one.", ge=1)
 
 

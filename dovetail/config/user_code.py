@@ -55,10 +55,10 @@ def import_user_modules(names: Sequence[str]) -> None:
         try:
             importlib.import_module(name)
         except ImportError as error:
-            raise UserCodeError(
-                f"trainer.import_modules: {name} cannot be imported ({error}); install it, or start the run in the "
-                f"folder that holds it (now {os.getcwd()})."
-            ) from error
+            fix = f"install it, or start the run in the folder that holds it (now {os.getcwd()})"
+            if (error.name or "").partition(".")[0] == "verl":
+                fix = "an agent loop for verl belongs in rollout.agent.agent_loop_config_path (docs/agents.md)"
+            raise UserCodeError(f"trainer.import_modules: {name} cannot be imported ({error}); {fix}.") from error
 
 
 def _import_module(path: str, key: str) -> ModuleType:

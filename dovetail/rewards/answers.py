@@ -76,7 +76,13 @@ def trajectory_facts(batch: DataProto) -> list[dict[str, Any]]:
     """What a reward function is told of an agent's trajectory, in `extra_info`."""
     columns = batch.non_tensor_batch
     names = [name for name in ("messages", "num_turns", "outcome") if name in columns]
-    facts = [{name: columns[name][row] for name in names} for row in range(len(batch))]
+    loops = [
+        [event for event in row or () if event["kind"] == "loop"] for row in columns.get("events", [()] * len(batch))
+    ]
+    facts = [  # an agent loop for verl may add fields of its own
+        {**(loop[-1]["extra_fields"] if loop else {}), **{name: columns[name][row] for name in names}}
+        for row, loop in enumerate(loops)
+    ]
     for fact in facts:
         said = [m["content"] for m in fact.get("messages") or () if m["role"] == "assistant" and m.get("content")]
         fact["final_response"] = said[-1] if said else ""

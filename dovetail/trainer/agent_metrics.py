@@ -25,6 +25,7 @@ def agent_metrics(batch: DataProto) -> Metrics:
     `num_turns/*`, `tool_call_counts/*`, `timing_s/agent_loop/{generate_sequences,tool_calls}/*` and `slowest/*`, and
     `outcome/<name>`: the share of trajectories that ended so. `trajectory/restarted` counts those that a resume began
     again. `tool/<name>` is what tools reported: the sum of a trajectory's calls, the mean of those that have one.
+    `loop/<name>` is what an agent loop for verl says of its trajectories.
     """
     if "outcome" not in batch.non_tensor_batch:
         return {}
@@ -41,12 +42,7 @@ def agent_metrics(batch: DataProto) -> Metrics:
     metrics["tool_call_counts/failed_share"] = _share([event for row in calls for event in row])
     metrics["tool_call_counts/retries"] = float(sum(event["kind"] == "retry" for row in events for event in row))
     metrics["trajectory/restarted"] = float(sum(event["kind"] == "restart" for row in events for event in row))
-    reported: dict[str, list[float]] = {}
-    for row in calls:
-        names = {name for call in row for name in call.get("metrics") or ()}
-        for name in names:
-            reported.setdefault(name, []).append(sum((call.get("metrics") or {}).get(name, 0.0) for call in row))
-    metrics |= {f"tool/{name}": float(np.mean(sums)) for name, sums in sorted(reported.items())}
+    metrics |= {f"{kind}/{name}": value for kind in ("tool", "loop") for name, value in _reported(events, kind).items()}
     generating, waiting = (np.array([_seconds(row, kind) for row in events]) for kind in ("generate", "tool"))
     timing = spread("generate_sequences", generating) | spread("tool_calls", waiting)
     slowest = int(np.argmax(generating + waiting))
@@ -59,6 +55,16 @@ def agent_metrics(batch: DataProto) -> Metrics:
 
 def _seconds(events: Sequence[Event], kind: str) -> float:
     return float(sum(event.get("seconds") or 0.0 for event in events if event["kind"] == kind))
+
+
+def _reported(events: Sequence[Sequence[Event]], kind: str) -> Metrics:
+    """Sums over the events of a trajectory, as means over the trajectories that have the name."""
+    sums: dict[str, list[float]] = {}
+    for row in events:
+        given = [event.get("metrics") or {} for event in row if event["kind"] == kind]
+        for name in {name for metrics in given for name in metrics}:
+            sums.setdefault(name, []).append(sum(metrics.get(name, 0.0) for metrics in given))
+    return {name: float(np.mean(values)) for name, values in sorted(sums.items())}
 
 
 def _share(calls: Sequence[Event]) -> float:

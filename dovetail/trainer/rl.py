@@ -86,10 +86,15 @@ class RLMethod(Method):
     def _refuse_unread_images(self, *, on_cuda: bool) -> None:
         """Fail here, instead of at the first request that a text-only engine refuses."""
         rollout = self._config.actor_rollout_ref.rollout
-        if rollout.reads_images(on_cuda=on_cuda):
+        if rollout.reads_images(on_cuda=on_cuda) and not rollout.uses_agents:
             return
         if not any(dataset.has_media() for dataset in _prompts_of(self._train_loader, self._val_loader)):
             return
+        if rollout.uses_agents:
+            raise DataError(
+                "there are prompts with images or videos, and agents (rollout.multi_turn, rollout.agent) read text "
+                "only. Leave the image and video columns out, or train without agents."
+            )
         where = "on CUDA" if rollout.name == "native" else "by URL" if rollout.server_urls else "here"
         raise DataError(
             f"there are prompts with images or videos, and rollout.name={rollout.name} reads token ids only {where}. "

@@ -20,6 +20,8 @@ ROLES = {"system": 1000, "user": 1001, "assistant": 1002, "tool": 1003}
 class FakeRenderer:
     """A message is its role's id, its code points and the stop token. Roles in `rewrites` change the history."""
 
+    stop_token_ids = (STOP,)
+
     def __init__(self, rewrites: tuple[str, ...] = ()) -> None:
         self.rewrites = rewrites
 
@@ -42,8 +44,15 @@ class FakeRenderer:
             return None
         return [*([] if closed else [STOP]), *self._render(new), ROLES["assistant"]]
 
-    def tokens_before(self, ids: Sequence[int], texts: Sequence[str]) -> int:
-        return min(len("".join(map(chr, ids)).partition(text)[0]) for text in texts)
+    class tokenizer:
+        @staticmethod
+        def decode(ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+            return "".join(chr(token) for token in ids if token < 900 and token != STOP)
+
+    def tokens_before(self, ids: Sequence[int], texts: Sequence[str], *, inclusive: bool = False) -> int:
+        whole = "".join(map(chr, ids))
+        ends = [whole.find(text) + inclusive * len(text) for text in texts if text in whole]
+        return min(ends, default=len(ids))
 
     def _render(self, messages: Sequence[Message]) -> list[int]:
         ids: list[int] = []

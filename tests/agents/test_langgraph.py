@@ -104,8 +104,10 @@ def test_a_program_calls_its_tool_posts_its_reward_and_its_tokens_have_the_engin
         generated.extend(await asyncio.to_thread(engine.generate, [request]))
         return generated[-1]
 
-    settings = SessionSettings(ChatRenderer(tokenizer), turn_parser("hermes", tokenizer), 600, 300)
-    session = Session("s", settings, generate, SamplingParams(seed=1, temperature=0.5))
+    renderer = ChatRenderer(tokenizer)
+    settings = SessionSettings(renderer, turn_parser("hermes", tokenizer), 600, 300)
+    sampling = SamplingParams(seed=1, temperature=0.5, stop_token_ids=renderer.stop_token_ids)
+    session = Session("s", settings, generate, sampling)
     trajectory = run(command_agent(f"{sys.executable} {EXAMPLE}"), session)
     assert (trajectory.outcome, trajectory.reward, trajectory.error) == ("finished", 1.0, "")
     assert results_of(trajectory) == ["42"]

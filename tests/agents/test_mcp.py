@@ -128,6 +128,9 @@ def call(toolbox: McpToolbox, *cities: str) -> list[Any]:
 COMMAND = {"weather": {"command": "server", "args": ["--port", 1], "env": {"KEY": "x"}}}
 
 
+NOT_SHOWN = "Error: the image that tell returned cannot be shown; only text can."
+
+
 def test_tools_of_a_server_are_called_over_one_connection(servers: Servers) -> None:
     schemas, *texts = call(McpToolbox(COMMAND), "Oslo", "nowhere", "wrong")
     assert [schema["function"]["name"] for schema in schemas] == ["tell", "ask"]
@@ -136,8 +139,8 @@ def test_tools_of_a_server_are_called_over_one_connection(servers: Servers) -> N
         "function": {"name": "tell", "description": "Tell.", "parameters": SCHEMA},
     }
     assert texts == [
-        "tell Oslo\n(image is not shown)",
-        "Error: tell nowhere\n(image is not shown)",
+        f"tell Oslo\n{NOT_SHOWN}",
+        f"Error: tell nowhere\n{NOT_SHOWN}",
         "Error: tell failed: code -32602",
     ]
     ((parameters,), _), *more = servers.started
@@ -171,7 +174,11 @@ def test_a_call_that_learns_late_of_a_lost_connection_leaves_the_new_one_alone(s
         await toolbox.close()
         return results
 
-    assert asyncio.run(run()) == ["tell Oslo\n(image is not shown)", "", "exception"]
+    assert asyncio.run(run()) == [
+        f"tell Oslo\n{NOT_SHOWN}",
+        "not shown",
+        "exception",
+    ]
     assert len(servers.started) == 2
 
 

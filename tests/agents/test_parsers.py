@@ -14,10 +14,11 @@ pytestmark = pytest.mark.unit
 
 SEARCH = {"name": "search", "arguments": {"query": "dovetail joint", "limit": 3}}
 FAMILY = {"hermes": "qwen2.5", "llama3_json": "llama3", "qwen3_coder": "qwen3", "gpt-oss": "gpt-oss", "text": "glm"}
+FAMILY |= {"glm": "glm", "deepseek": "deepseek-r1", "gemma4": "gemma", "functiongemma": "gemma"}
 
 
 def parse(name: str, text: str, tools: Any = ()) -> tuple[str, list[ToolCall]]:
-    tokenizer = family_tokenizer(FAMILY[name])
+    tokenizer = family_tokenizer(FAMILY.get(name, "qwen3"))
     return turn_parser(name, tokenizer)(tokenizer.encode(text), tools)
 
 
@@ -37,6 +38,36 @@ OSS_CALL = (
 )
 OSS_HEADER_CALL = (
     " to=functions.search<|channel|>commentary json<|message|>" + '{"query": "dovetail joint", "limit": 3}'
+)
+GLM_CALL = (
+    "<tool_call>search\n<arg_key>query</arg_key>\n<arg_value>dovetail joint</arg_value>\n"
+    "<arg_key>limit</arg_key>\n<arg_value>3</arg_value>\n</tool_call>"
+)
+KIMI_CALL = (
+    '<|tool_call_begin|>functions.search:0<|tool_call_argument_begin|>{"query": "dovetail joint", "limit": 3}'
+    "<|tool_call_end|>"
+)
+KIMI = "<|tool_calls_section_begin|>{}<|tool_calls_section_end|>"
+V3_CALL = (
+    "<\uff5ctool▁call▁begin\uff5c>function<\uff5ctool▁sep\uff5c>search\n```json\n"
+    '{"query": "dovetail joint", "limit": 3}\n```<\uff5ctool▁call▁end\uff5c>'
+)
+V31_CALL = V3_CALL.replace("function<", "search<").replace(">search\n```json\n", ">").replace("\n```", "")
+DEEPSEEK = "<\uff5ctool▁calls▁begin\uff5c>{}<\uff5ctool▁calls▁end\uff5c>"
+MINIMAX_CALL = (
+    '<invoke name="search">\n<parameter name="query">dovetail joint</parameter>\n'
+    '<parameter name="limit">3</parameter>\n</invoke>'
+)
+MINIMAX = "<minimax:tool_call>\n{}\n</minimax:tool_call>"
+DSML_CALL = (
+    '<@invoke name="search">\n<@parameter name="query" string="true">dovetail joint</@parameter>\n'
+    '<@parameter name="limit" string="false">3</@parameter>\n</@invoke>'
+).replace("@", "\uff5cDSML\uff5c")
+DSML = "<@tool_calls>\n{}\n</@tool_calls>".replace("@", "\uff5cDSML\uff5c")
+SEED_CALL = CODER_CALL.replace("tool_call>", "seed:tool_call>")
+GEMMA_CALL = '<|tool_call>call:search{query:<|"|>dovetail joint<|"|>,limit:3}<tool_call|>'
+FUNCTION_GEMMA_CALL = (
+    "<start_function_call>call:search{query:<escape>dovetail joint<escape>,limit:3}<end_function_call>"
 )
 OSS_THOUGHT = "<|channel|>analysis<|message|>Look it up.<|end|><|start|>assistant"
 
@@ -64,6 +95,30 @@ OSS_THOUGHT = "<|channel|>analysis<|message|>Look it up.<|end|><|start|>assistan
             "<|channel|>commentary<|message|>I will search.<|end|><|start|>assistant" + OSS_CALL,
             "I will search.",
         ),
+        ("glm", GLM_CALL, ""),
+        ("glm", GLM_CALL.replace("\n", ""), ""),
+        ("glm", f"I will search.\n{GLM_CALL}", "I will search."),
+        ("glm", f"<think>\nI could write {GLM_CALL}\n</think>\n\nSo.\n{GLM_CALL}", None),
+        ("kimi", KIMI.format(KIMI_CALL), ""),
+        ("kimi", f"I will search. {KIMI.format(KIMI_CALL)}", "I will search."),
+        ("kimi", KIMI.format(KIMI_CALL).removesuffix("<|tool_call_end|><|tool_calls_section_end|>"), ""),
+        ("deepseek", DEEPSEEK.format(V3_CALL), ""),
+        ("deepseek", DEEPSEEK.format(V31_CALL), ""),
+        ("deepseek", f"I will search.\n{DEEPSEEK.format(V31_CALL)}", "I will search."),
+        ("deepseek", DEEPSEEK.format(V3_CALL).split("\n```<")[0], ""),
+        ("deepseek_v4", f"I will search.\n\n{DSML.format(DSML_CALL)}", "I will search."),
+        ("deepseek_v4", DSML.format(DSML_CALL).replace("tool_calls", "function_calls"), ""),
+        ("minimax", MINIMAX.format(MINIMAX_CALL), ""),
+        ("minimax", f"I will search.\n{MINIMAX.format(MINIMAX_CALL)}", "I will search."),
+        ("minimax", MINIMAX.format(MINIMAX_CALL).replace('"', "'"), ""),
+        ("minimax", MINIMAX_CALL, ""),
+        ("seed", SEED_CALL, ""),
+        ("seed", f"I will search.\n{SEED_CALL}", "I will search."),
+        ("gemma4", GEMMA_CALL, ""),
+        ("gemma4", f"I will search.{GEMMA_CALL}", "I will search."),
+        ("gemma4", f"<|channel>thought\nLook it up.<channel|>{GEMMA_CALL}", "<think>Look it up.</think>"),
+        ("gemma4", GEMMA_CALL.replace("call:", ":").replace("<tool_:|>", "<tool_call|>"), ""),
+        ("functiongemma", FUNCTION_GEMMA_CALL, ""),
     ],
 )
 def test_a_call_is_read_with_the_text_around_it(name: str, text: str, said: str | None) -> None:
@@ -85,6 +140,16 @@ def test_a_call_is_read_with_the_text_around_it(name: str, text: str, said: str 
         ("llama3_json", f"{LLAMA_CALL}; {LLAMA_CALL.replace('search', 'open')}"),
         ("qwen3_coder", f"{CODER_CALL}\n{CODER_CALL.replace('search', 'open')}"),
         ("gpt-oss", f"{OSS_CALL}<|start|>assistant{OSS_CALL.replace('search', 'open')}"),
+        ("glm", f"{GLM_CALL}\n{GLM_CALL.replace('search', 'open')}"),
+        ("glm", f"{GLM_CALL.removesuffix('</tool_call>')}{GLM_CALL.replace('search', 'open')}"),
+        ("kimi", KIMI.format(KIMI_CALL + KIMI_CALL.replace("search:0", "open:1"))),
+        ("kimi", KIMI.format(KIMI_CALL.removesuffix("<|tool_call_end|>") + KIMI_CALL.replace("search:0", "open:1"))),
+        ("deepseek", DEEPSEEK.format(f"{V3_CALL}\n{V3_CALL.replace('search', 'open')}")),
+        ("deepseek", DEEPSEEK.format(V31_CALL + V31_CALL.replace("search", "open"))),
+        ("deepseek_v4", DSML.format(f"{DSML_CALL}\n{DSML_CALL.replace('search', 'open')}")),
+        ("minimax", MINIMAX.format(f"{MINIMAX_CALL}\n{MINIMAX_CALL.replace('search', 'open')}")),
+        ("seed", f"{SEED_CALL}\n{SEED_CALL.replace('search', 'open')}"),
+        ("gemma4", GEMMA_CALL + GEMMA_CALL.replace("search", "open")),
     ],
 )
 def test_parallel_calls_keep_their_order(name: str, text: str) -> None:
@@ -113,6 +178,22 @@ def test_a_list_in_one_tag_are_several_calls() -> None:
         ("qwen3_coder", "<tool_call>\nsearch\n</tool_call>", "", "<function=name>"),
         ("gpt-oss", OSS_CALL.replace("3}", "3"), "search", "not valid JSON"),
         ("gpt-oss", "<|channel|>commentary to=functions.search<|message|>[]<|call|>", "search", "not an object"),
+        ("glm", GLM_CALL.removesuffix("</arg_value>\n</tool_call>"), "search", "does not go on at <arg_key>limit"),
+        ("glm", '<tool_call>{"name": "search"}</tool_call>', "", "a call needs a name"),
+        ("glm", "<tool_call>\n", "", "a call needs a name"),
+        ("kimi", KIMI.format(KIMI_CALL.replace("3}", "3")), "search", "not valid JSON"),
+        ("kimi", KIMI.format("<|tool_call_begin|>search<|tool_call_end|>"), "", "needs an id"),
+        ("deepseek", DEEPSEEK.format(V3_CALL.replace("3}", "3")), "search", "not valid JSON"),
+        ("deepseek", DEEPSEEK.format(V31_CALL.replace("3}", "3")), "search", "not valid JSON"),
+        ("deepseek", DEEPSEEK.format("<\uff5ctool▁call▁begin\uff5c>search"), "", "a call needs its name and"),
+        ("deepseek_v4", DSML.format(DSML_CALL.split("</")[0]).split("\n</")[0], "search", "query is not closed"),
+        ("minimax", MINIMAX.format("search"), "", "<invoke name="),
+        ("minimax", MINIMAX.format('<invoke name="">x</invoke>'), "", "a call needs a name"),
+        ("seed", "<seed:tool_call>\n<function=search>\n<parameter=q>\ndo", "search", "<parameter=q> is not closed"),
+        ("gemma4", GEMMA_CALL.split(",")[0].removesuffix('<|"|>'), "search", "a string is not closed"),
+        ("gemma4", GEMMA_CALL.replace("}", ""), "search", "} is missing"),
+        ("gemma4", GEMMA_CALL.replace("limit:", ""), "search", "there is no key"),
+        ("gemma4", "<|tool_call>search<tool_call|>", "", "a call is <|tool_call>call:name"),
     ],
 )
 def test_a_call_that_cannot_be_read_says_why(name: str, text: str, called: str, error: str) -> None:
@@ -132,6 +213,10 @@ def test_a_call_that_cannot_be_read_says_why(name: str, text: str, called: str, 
         ("gpt-oss", "<|channel|>final<|message|>42<|return|>", "42"),
         ("gpt-oss", OSS_THOUGHT + "<|channel|>final<|message|>42", "<think>Look it up.</think>42"),
         ("gpt-oss", "no channel at all", "no channel at all"),
+        ("glm", "<think>\nMaybe <tool_call>", "<think>\nMaybe <tool_call>"),
+        ("seed", "<seed:think>\nMaybe <seed:tool_call>", "<seed:think>\nMaybe <seed:tool_call>"),
+        ("gemma4", "<|channel>thought\nMaybe <|tool_call>", "<think>Maybe <|tool_call></think>"),
+        ("kimi", "42", "42"),
         ("text", HERMES_CALL, HERMES_CALL),
     ],
 )
@@ -147,6 +232,27 @@ def test_qwen3_coders_values_have_the_types_of_the_schema() -> None:
     written = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in parameters.items())
     _, calls = parse("qwen3_coder", f"<tool_call>\n<function=run>\n{written}</function>\n</tool_call>", [schema])
     assert calls[0].arguments == {"code": "12\n\n34", "lines": [1, 2], "fast": True, "other": 7}
+
+
+@pytest.mark.parametrize("name", ["glm", "minimax", "seed", "gemma4"])
+def test_values_have_the_types_of_the_schema(name: str) -> None:
+    kinds = {"code": "string", "lines": "array", "fast": "boolean"}
+    properties = {key: {"type": kind} for key, kind in kinds.items()}
+    schema = {"type": "function", "function": {"name": "run", "parameters": {"properties": properties}}}
+    parameters = {"code": "12", "lines": "[1, 2]", "fast": "true", "other": "7"}
+    begin, one, end = {
+        "glm": ("<tool_call>run", "<arg_key>{}</arg_key><arg_value>{}</arg_value>", "</tool_call>"),
+        "minimax": ("<invoke name=run>", "<parameter name={}>{}</parameter>", "</invoke>"),
+        "seed": ("<seed:tool_call><function=run>", "<parameter={}>{}</parameter>", "</function></seed:tool_call>"),
+        "gemma4": ("<|tool_call>call:run{", "{}:{},", "}<tool_call|>"),
+    }[name]
+    _, calls = parse(name, begin + "".join(one.format(*pair) for pair in parameters.items()) + end, [schema])
+    assert calls[0].arguments == {"code": "12", "lines": [1, 2], "fast": True, "other": 7}
+
+
+def test_gemmas_values_may_hold_values() -> None:
+    written = '<|tool_call>call:f{a:{<|"|>b c<|"|>:[<|"|>x},]<|"|>, true, {}]},d:null, e:two words}<tool_call|>'
+    assert parse("gemma4", written)[1][0].arguments == {"a": {"b c": ["x},]", True, {}]}, "d": None, "e": "two words"}
 
 
 def test_special_tokens_that_are_no_markup_leave_the_text() -> None:
@@ -168,5 +274,5 @@ def test_users_register_formats_and_unknown_ones_are_named(monkeypatch: pytest.M
 
     tokenizer = family_tokenizer("smollm2")
     assert turn_parser("shout", tokenizer)(tokenizer.encode("HEY"))[1] == [ToolCall("HEY", {})]
-    with pytest.raises(ValueError, match=r"multi_turn\.format=glm is not known; use one of hermes"):
-        turn_parser("glm", tokenizer)
+    with pytest.raises(ValueError, match=r"multi_turn\.format=xml is not known; use one of hermes"):
+        turn_parser("xml", tokenizer)

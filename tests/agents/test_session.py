@@ -285,3 +285,38 @@ def test_a_loop_that_asks_for_something_else_after_a_restore_has_to_start_again(
     resumed = session_over(FakeEngine("2", "3"), state=session.state({}))
     with pytest.raises(DivergedError, match="turn 1 of s answers other messages"):
         in_virtual_time(conversation(resumed, tool("other")))
+
+
+async def test_ids_continue_the_longest_path_that_they_begin_with() -> None:
+    engine = FakeEngine("ab", "c", "d", "e")
+    session = session_over(engine)
+    first = await session.generate([5, 6], messages=[{"role": "user", "content": "q"}])
+    _, right = [await session.generate([5, 6, *first.token_ids, ord(mark)]) for mark in "xy"]
+    other = await session.generate([5, 6, ord("a"), ord("z")])  # not what was sampled: another row
+    assert [node.prompt_token_ids for node in engine.requests][-1] == [5, 6, ord("a"), ord("z")]
+    assert [segment.prompt_ids for segment in session.segments()] == [(5, 6), (5, 6), (5, 6, ord("a"), ord("z"))]
+    assert sum(sum(segment.response.sampled) for segment in session.segments()) == 3 + 2 + 2 + 2
+    assert [event["turn"] for event in session.events if event["kind"] == "branch"] == [3]
+    whole = [5, 6, *first.token_ids, ord("y"), *right.token_ids]
+    assert session.matches(whole) == {first.node: (2, 3), right.node: (6, 2)}
+    assert session.matches([5, 6, ord("a"), ord("z")]) == {first.node: (2, 1), other.node: (4, 0)}
+    assert [message["content"] for message in session._known[right.node]] == ["q", "ab", "y", "d"]
+
+
+async def test_recorded_ids_are_given_again_and_other_ones_begin_anew() -> None:
+    session = session_over(FakeEngine("ab", "cd"))
+    first = await session.generate([5])
+    second = await session.generate([5, *first.token_ids, 9], stop=["c"])
+    state = json.loads(json.dumps(session.state({})))
+    again = session_over(FakeEngine(), state=state)
+    assert (await again.generate([5])).token_ids == first.token_ids
+    assert (await again.generate([5, *first.token_ids, 9], stop=["c"])).token_ids == second.token_ids == (ord("c"),)
+    assert again.segments() == session.segments()
+    for asked in ([5, 5], [6]):
+        changed = session_over(FakeEngine(), state=state)
+        with pytest.raises(DivergedError, match="turn 0 of s answers other ids"):
+            await changed.generate(asked)
+    ahead = session_over(FakeEngine("ab"), state={**state, "nodes": state["nodes"][1:]})
+    await ahead.generate([5])
+    with pytest.raises(DivergedError, match="turn 1"):
+        await ahead.generate([5, 9])

@@ -223,7 +223,7 @@ def test_tool_selection_of_a_row_chooses(tmp_path: Path) -> None:
         play(toolbox, Task([], {"tool_selection": ["look"]}))
 
 
-def test_function_tools_of_both_kinds(tmp_path: Path) -> None:
+def test_function_tools_of_both_kinds(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = write(
         tmp_path,
         "functions.py",
@@ -273,7 +273,10 @@ same = pair
         ToolCall("add", {"a": "two"}),
     )
     assert add == ToolResult('{"sum": 3}', metrics={"calls": 1.0, "tool_reward/add": 0.5})
-    assert said.text == "hi\n(images of tools are not shown to the model)"
+    assert said == ToolResult(
+        "hi\nError: the image that say returned cannot be shown; only text can.", failure="not shown"
+    )
+    assert caplog.text.count("the model gets an error for the image that the tool say returned") == 1
     assert (raw.text, pair.text) == ('["y", "z"]', "[1, 2]")
     assert "argument 'a'" in wrong.text
 
@@ -355,8 +358,8 @@ def test_every_name_of_the_alias_can_be_imported_and_others_say_what_there_is() 
         ImportError, match=r"dovetail stands in for it with BaseInteraction in verl\.interactions\.base"
     ):
         from verl.interactions.base import Gsm8kInteraction  # noqa: F401
-    with pytest.raises(ImportError, match=r"An agent loop is `async run\(task, session\)` here"):
-        from verl.experimental.agent_loop.agent_loop import AgentLoopBase  # noqa: F401
+    with pytest.raises(ImportError, match=r"AgentLoopManager is not here.*with AgentLoopBase, AgentLoopMetrics, "):
+        from verl.experimental.agent_loop.agent_loop import AgentLoopManager  # noqa: F401
     with pytest.raises(ModuleNotFoundError, match=r"verl\.trainer"):
         importlib.import_module("verl.trainer.main_ppo")
 

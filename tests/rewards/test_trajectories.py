@@ -12,6 +12,7 @@ import torch
 from dovetail.agents.types import GRADED, OUTCOMES
 from dovetail.protocol import DataProto
 from dovetail.protocol.trajectories import UNGRADED
+from dovetail.rewards.answers import trajectory_facts
 from dovetail.rewards.errors import RewardError
 from dovetail.rewards.managers import BatchRewardManager
 from tests.rewards import scoring_functions as functions
@@ -83,6 +84,13 @@ def test_the_function_is_told_of_the_conversation() -> None:
     assert said["final_response"].tolist() == ["good"]
     assert said["ended"].tolist() == ["finished"]
     assert said["turns"].tolist() == [2.0]
+
+
+def test_the_function_is_told_what_a_loop_for_verl_adds() -> None:
+    events = [{"kind": "loop", "metrics": {}, "extra_fields": {"turn_scores": [1.0], "outcome": "mine"}}]
+    (facts,) = trajectory_facts(trajectories("good", places=[(0, 0)], events=[events]))
+    assert facts["turn_scores"] == [1.0]
+    assert (facts["outcome"], facts["final_response"]) == ("finished", "good")
 
 
 @pytest.mark.parametrize("outcome", sorted(UNGRADED))

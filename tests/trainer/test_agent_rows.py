@@ -162,9 +162,10 @@ def test_metrics_count_each_trajectory_once() -> None:
         [(0, 0), (0, 1), (1, 0)],
         outcome=["finished", "finished", "infra"],
         num_turns=[3, 3, 1],
-        events=[EVENTS, EVENTS, []],
+        events=[EVENTS, EVENTS, [{"kind": "loop", "turn": None, "metrics": {"num_turns": 5.0}, "extra_fields": {}}]],
     )
     metrics = agent_metrics(batch)
+    assert metrics["loop/num_turns"] == 5.0
     assert metrics["num_turns/mean"] == 2.0
     assert (metrics["num_turns/max"], metrics["num_turns/min"]) == (3.0, 1.0)
     assert metrics["tool_call_counts/mean"] == 1.0

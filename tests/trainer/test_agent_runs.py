@@ -133,6 +133,58 @@ def test_a_run_of_conversations(toy: Toy, tmp_path: Path, agent_keys: dict[str, 
     assert any(name.startswith("val-") for name in RunFolder(result.folder).read_metrics()[-1])
 
 
+VERL = '''
+from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput, register
+
+
+@register("verl_talk")
+class Talk(AgentLoopBase):
+    """Three turns of four tokens, with text of a user between them."""
+
+    async def run(self, sampling_params, **kwargs):
+        prompt = await self.apply_chat_template(kwargs["raw_prompt"])
+        ids, mask = list(prompt), []
+        for turn in range(3):
+            said = await self.server_manager.generate(
+                request_id="one", prompt_ids=ids, sampling_params={**sampling_params, "max_tokens": 4}
+            )
+            text = [] if turn == 2 else self.tokenizer.encode(f"turn {turn}")
+            ids += said.token_ids + text
+            mask += [1] * len(said.token_ids) + [0] * len(text)
+        if kwargs["extra_info"]["index"] % 4 == 1:  # what a loop must not do
+            mask = [1] * len(mask)
+        return AgentLoopOutput(
+            prompt_ids=prompt, response_ids=ids[len(prompt):], response_mask=mask, num_turns=6, metrics={},
+            extra_fields={"share": 0.5},
+        )
+'''
+
+
+def test_a_loop_for_verl_in_an_asynchronous_run(toy: Toy, tmp_path: Path) -> None:
+    """Rows that it filled wrongly are masked, counted and named; the others are trained on."""
+    (tmp_path / "verl_talk.py").write_text(VERL)
+    (tmp_path / "loops.yaml").write_text(f"- {{name: verl_talk, _target_: '{tmp_path}/verl_talk.py:Talk'}}")
+    changes = {
+        "actor_rollout_ref.rollout.agent.agent_loop_config_path": str(tmp_path / "loops.yaml"),
+        "actor_rollout_ref.rollout.agent.default_agent_loop": "verl_talk",
+        "actor_rollout_ref.rollout.multi_turn.enable": True,
+        "async_training.mode": "fully_async",
+        "async_training.max_staleness": 1,
+        "data.max_response_length": 64,
+        "reward_model.max_failed_share": 0.9,
+        "trainer.total_training_steps": 2,
+    }
+    result, metrics = train(toy.config(tmp_path / "run", changes))
+    assert [row["step"] for row in metrics] == [1, 2]
+    assert all(row["actor/grad_norm"] > 0 and row["loop/num_turns"] == 6 for row in metrics)
+    rows = rows_of(result.folder)
+    assert {row["outcome"] for row in rows} <= {"finished", "length", "tool_error"}
+    assert any(1 in row["token_mask"] and 0 in row["token_mask"] for row in rows)
+    broken = [event for row in rows for event in row.get("events", ()) if event["kind"] == "error"]
+    assert all("response_mask is 1 at position" in event["result"] for event in broken)
+    assert 0 < len(broken) == sum(row["outcome"] == "tool_error" for row in rows)
+
+
 @pytest.mark.parametrize("replays", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_conversations_go_on_after_a_resume(
     toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, agent_keys: dict[str, Any], replays: bool

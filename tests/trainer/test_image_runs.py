@@ -158,6 +158,13 @@ def test_engines_of_text_are_refused_before_they_start(
         train(toy.config(tmp_path, {**KEYS, **keys}))
 
 
+def test_agents_and_prompts_with_images_are_refused_before_a_start(toy: Toy, tmp_path: Path) -> None:
+    """The engine reads images here; a conversation would be sampled without them."""
+    keys = {**KEYS, "actor_rollout_ref.rollout.multi_turn.enable": True}
+    with pytest.raises(DataError, match=r"prompts with images or videos, and agents .* read text only"):
+        train(toy.config(tmp_path, keys))
+
+
 def test_the_embedded_engine_reads_images_on_cpu_alone() -> None:
     assert RolloutConfig(name="native").reads_images(on_cuda=False)
     assert not RolloutConfig(name="native").reads_images(on_cuda=True)

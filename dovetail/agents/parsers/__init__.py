@@ -10,10 +10,15 @@ from dataclasses import replace
 from typing import Any
 
 from dovetail.agents.parsers.base import Parser, Schemas
+from dovetail.agents.parsers.deepseek import DeepSeekParser
+from dovetail.agents.parsers.gemma import FunctionGemmaParser, Gemma4Parser
+from dovetail.agents.parsers.glm import GlmParser
 from dovetail.agents.parsers.gpt_oss import GptOssParser
 from dovetail.agents.parsers.hermes import HermesParser
+from dovetail.agents.parsers.invoke import DsmlParser, InvokeParser
+from dovetail.agents.parsers.kimi import KimiParser
 from dovetail.agents.parsers.llama3_json import Llama3JsonParser
-from dovetail.agents.parsers.qwen3_coder import Qwen3CoderParser
+from dovetail.agents.parsers.qwen3_coder import Qwen3CoderParser, SeedParser
 from dovetail.agents.tools.schema import ToolError
 from dovetail.agents.types import ToolCall
 
@@ -33,6 +38,14 @@ PARSERS: dict[str, Callable[[], Parser]] = {
     "llama3_json": Llama3JsonParser,
     "qwen3_coder": Qwen3CoderParser,
     "gpt-oss": GptOssParser,
+    "glm": GlmParser,
+    "kimi": KimiParser,
+    "deepseek": DeepSeekParser,
+    "deepseek_v4": DsmlParser,
+    "minimax": InvokeParser,
+    "seed": SeedParser,
+    "gemma4": Gemma4Parser,
+    "functiongemma": FunctionGemmaParser,
     "text": TextParser,
 }
 

@@ -24,12 +24,12 @@ class Parser(Protocol):
         ...
 
 
-def after_thinking(text: str) -> int:
+def after_thinking(text: str, tag: str = "think") -> int:
     """Where the thinking ends: what looks like a call before it is none. A thought without end is all there is."""
-    end = text.rfind("</think>")
+    end = text.rfind(f"</{tag}>")
     if end >= 0:
-        return end + len("</think>")
-    return len(text) if text.lstrip().startswith("<think>") else 0
+        return end + len(f"</{tag}>")
+    return len(text) if text.lstrip().startswith(f"<{tag}>") else 0
 
 
 def calls_of_json(written: str, *, text: str, arguments: Sequence[str] = ("arguments",)) -> list[ToolCall]:
@@ -64,6 +64,27 @@ def arguments_of(written: str, name: str, text: str) -> ToolCall:
     if not isinstance(value, dict):
         return failed(f"the arguments are {json.dumps(value)}, not an object", text, name)
     return ToolCall(name, value, text=text)
+
+
+def types_of(name: str, tools: Schemas) -> dict[str, Any]:
+    """The types of a tool's arguments, by their names, as far as its schema says."""
+    for tool in tools:
+        function = tool.get("function", tool)
+        if function.get("name") == name:
+            properties = (function.get("parameters") or {}).get("properties") or {}
+            return {key: value.get("type") for key, value in properties.items() if isinstance(value, Mapping)}
+    return {}
+
+
+def value_of(text: str, kind: Any) -> Any:
+    """A value that was written as text. Without a type its look says what it is."""
+    if kind == "string":
+        return text
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        # Python's own spelling of two constants is common in what models write.
+        return {"True": True, "False": False, "None": None}.get(text.strip(), text)
 
 
 def failed(error: str, text: str, name: str = "") -> ToolCall:

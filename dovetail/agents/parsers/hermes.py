@@ -8,8 +8,13 @@ from collections.abc import Sequence
 from dovetail.agents.parsers.base import Schemas, after_thinking, calls_of_json
 from dovetail.agents.types import ToolCall
 
-TOOL_CALL = re.compile(r"\s*<tool_call>(.*?)(?:</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
-"""A tag that is not closed ends at the next one, or with the turn."""
+
+def call_tag(name: str) -> re.Pattern[str]:
+    """What stands in a tag of this name. One that is not closed ends at the next one, or with the turn."""
+    return re.compile(rf"\s*<{name}>(.*?)(?:</{name}>|(?=<{name}>)|\Z)", re.DOTALL)
+
+
+TOOL_CALL = call_tag("tool_call")
 
 
 class HermesParser:

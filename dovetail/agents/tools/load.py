@@ -137,7 +137,7 @@ def _converted(function: Callable[..., Any], signature: Any, convert: Callable[.
     from dovetail.agents.tools.threads import call_function
 
     async def call(**arguments: Any) -> Any:
-        return convert(await call_function(function, **arguments), metric=f"tool_reward/{signature.name}")
+        return convert(await call_function(function, **arguments), name=signature.name)
 
     vars(call)["__dovetail_tool__"] = signature
     return call

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.agents.tools.functions import problem_of
+from dovetail.agents.tools.observations import without_media
 from dovetail.agents.tools.schema import ToolError
 from dovetail.agents.types import InfrastructureError, Message, OpenTools, Task, Toolbox, ToolCall, ToolResult
 
@@ -112,8 +113,9 @@ class _Server:
             raise InfrastructureError(f"the MCP server {self._name}: {type(error).__name__}: {error}") from error
         # By the names of the protocol, which the attributes of mcp 1 and mcp 2 spell differently.
         whole = result.model_dump(by_alias=True)
-        text = "\n".join(_text(part) for part in whole["content"])
-        return ToolResult(f"Error: {text}", failure="exception") if whole["isError"] else ToolResult(text)
+        text = "\n".join(part["text"] for part in whole["content"] if part["type"] == "text")
+        result = without_media(call.name, text, [part["type"] for part in whole["content"] if part["type"] != "text"])
+        return ToolResult(f"Error: {result.text}", failure="exception") if whole["isError"] else result
 
     async def _while_held(self, work: Coroutine[Any, Any, Any]) -> Any:
         """The result of `work`, or an error when the connection ends before it."""
@@ -238,10 +240,6 @@ def _why(error: BaseException) -> str:
 def _schema(tool: Mapping[str, Any]) -> dict[str, Any]:
     function = {"name": tool["name"], "description": tool["description"] or "", "parameters": tool["inputSchema"]}
     return {"type": "function", "function": function}
-
-
-def _text(part: Mapping[str, Any]) -> str:
-    return part["text"] if part["type"] == "text" else f"({part['type']} is not shown)"
 
 
 def _require_mcp() -> None:

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Literal, TypeVar
 
+from dovetail.agents.types import ToolResult
+
+logger = logging.getLogger(__name__)
+
+_WARNED: set[str] = set()
 Result = TypeVar("Result")
 Call = TypeVar("Call")
 
@@ -20,6 +26,23 @@ def truncate_text(text: str, max_length: int, side: Literal["left", "middle", "r
         return f"{text[:max_length]}...(truncated)"
     half = max_length // 2
     return f"{text[:half]}...(truncated)...{text[len(text) - half :]}"
+
+
+def without_media(name: str, text: str, kinds: Sequence[str]) -> ToolResult:
+    """A tool's text, and an error in the place of its images, sounds and the like: agents are text only."""
+    if not kinds:
+        return ToolResult(text)
+    media = " and ".join(dict.fromkeys(kinds))
+    if name not in _WARNED:
+        _WARNED.add(name)
+        logger.warning(
+            "agents show text only: the model gets an error for the %s that the tool %s returned (said once; "
+            "tool_call_counts/failed_share counts them)",
+            media,
+            name,
+        )
+    error = f"Error: the {media} that {name} returned cannot be shown; only text can."
+    return ToolResult(f"{text}\n{error}" if text else error, failure="not shown")
 
 
 async def run_calls(

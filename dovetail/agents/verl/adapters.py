@@ -10,11 +10,13 @@ import contextlib
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 from dovetail.agents.deadlines import place_in
 from dovetail.agents.tools.functions import guard, problem_of
+from dovetail.agents.tools.observations import without_media
 from dovetail.agents.tools.schema import ToolError
 from dovetail.agents.tools.threads import call_function
 from dovetail.agents.types import Message, OpenTools, Task, Toolbox, ToolCall, ToolResult
@@ -27,22 +29,17 @@ def extra_of(task: Task, name: str) -> Any:
     return task.row.get(name) if value is None else value
 
 
-def as_result(returned: Any, *, metric: str) -> ToolResult:
+def as_result(returned: Any, *, name: str) -> ToolResult:
     """What verl's tools return: a response, or a tuple of response, reward and metrics."""
     response, reward, metrics = (*returned, None, None)[:3] if isinstance(returned, tuple) else (returned, None, None)
     numbers = {key: float(value) for key, value in dict(metrics or {}).items() if isinstance(value, (int, float))}
     if reward is not None:
-        numbers[metric] = float(reward)
-    return ToolResult(_text(response), metrics=numbers)
-
-
-def _text(response: Any) -> str:
-    if isinstance(response, str):
-        return response
+        numbers[f"tool_reward/{name}"] = float(reward)
     if hasattr(response, "is_text_only"):
-        media = "" if not (response.image or response.video) else "(images of tools are not shown to the model)"
-        return "\n".join(part for part in (response.text or "", media) if part)
-    return json.dumps(response, ensure_ascii=False, default=str)
+        media = [kind for kind in ("image", "video") if getattr(response, kind)]
+        return replace(without_media(name, response.text or "", media), metrics=numbers)
+    text = response if isinstance(response, str) else json.dumps(response, ensure_ascii=False, default=str)
+    return ToolResult(text, metrics=numbers)
 
 
 async def call_named(function: Callable[..., Any], *args: Any, **given: Any) -> Any:
@@ -94,7 +91,7 @@ class OpenVerlTools(OpenTools):
                 self._instances[call.name] = created[0] if isinstance(created, tuple) else created
         given = {**(kwargs.get("execute_kwargs") or {}), "agent_data": self._agent_data}
         returned = await call_named(tool.execute, self._instances[call.name], call.arguments, **given)
-        return as_result(returned, metric=f"tool_reward/{call.name}")
+        return as_result(returned, name=call.name)
 
     def state(self) -> Any:
         """Only until the first call: what an instance remembers is its own."""

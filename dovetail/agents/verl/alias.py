@@ -8,7 +8,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from dovetail.agents.verl import bases, gsm8k
+from dovetail.agents.verl import agent_loop, bases, gsm8k
 
 
 def _gsm8k_score(solution_str: str, ground_truth: Any, method: str = "strict", **scores: float) -> float:
@@ -27,6 +27,8 @@ _SCHEMAS = (
     "OpenAIFunctionPropertySchema", "OpenAIFunctionParametersSchema", "OpenAIFunctionSchema",
     "OpenAIFunctionToolSchema", "ToolResponse",
 )  # fmt: skip
+_LOOP = ("AgentLoopBase", "AgentLoopOutput", "register")
+_OWN_LOOPS = {"SingleTurnAgentLoop": "single_turn_agent", "ToolAgentLoop": "tool_agent"}
 NAMES: dict[str, dict[str, Any]] = {
     "verl.tools.base_tool": {name: getattr(bases, name) for name in ("BaseTool", *_SCHEMAS)},
     "verl.tools.schemas": {name: getattr(bases, name) for name in _SCHEMAS},
@@ -34,9 +36,19 @@ NAMES: dict[str, dict[str, Any]] = {
     "verl.tools.gsm8k_tool": {"Gsm8kTool": gsm8k.Gsm8kTool},
     "verl.interactions.base": {"BaseInteraction": bases.BaseInteraction},
     "verl.interactions.gsm8k_interaction": {"Gsm8kInteraction": gsm8k.Gsm8kInteraction},
-    # Not here: they fill rows of tokens by themselves. An import says how an agent loop is written instead.
-    "verl.experimental.agent_loop": {},
-    "verl.experimental.agent_loop.agent_loop": {},
+    "verl.experimental.agent_loop": {name: getattr(agent_loop, name) for name in _LOOP},
+    "verl.experimental.agent_loop.agent_loop": {
+        name: getattr(agent_loop, name) for name in (*_LOOP, "AgentLoopMetrics", "DictConfigWrap", "ToolListWrap")
+    },
+    "verl.experimental.agent_loop.tool_parser": {
+        name: getattr(agent_loop, name) for name in ("FunctionCall", "ToolParser")
+    },
+    # Not here: subclasses of them change steps of verl's own loops. Their import says what to write instead.
+    "verl.experimental.agent_loop.single_turn_agent_loop": {},
+    "verl.experimental.agent_loop.tool_agent_loop": {},
+    "verl.utils.profiler": {"simple_timer": agent_loop.simple_timer},
+    "verl.workers.rollout.llm_server": {"LLMServerClient": agent_loop.LLMServerClient},
+    "verl.workers.rollout.replica": {"TokenOutput": agent_loop.TokenOutput},
     "verl.utils.rollout_trace": {"rollout_trace_op": bases.rollout_trace_op},
     "verl.utils.reward_score": {"default_compute_score": _default_score},
     "verl.utils.reward_score.gsm8k": {"compute_score": _gsm8k_score},
@@ -66,9 +78,15 @@ def _module(path: str) -> None:
         if name.startswith("__"):
             raise AttributeError(name)
         known = ", ".join(sorted(NAMES.get(path, ()))) or "nothing"
+        instead = "docs/agents.md has the list."
+        if name in _OWN_LOOPS:
+            instead = (
+                f"{_OWN_LOOPS[name]} is a loop of dovetail's own, which cannot be subclassed: name it in agent_name, "
+                "or write a subclass of AgentLoopBase."
+            )
         raise ImportError(
             f"{path}.{name} is not here: verl is not installed, and dovetail stands in for it with {known} in {path}. "
-            "An agent loop is `async run(task, session)` here; docs/agents.md has the list and the way to write one."
+            f"{instead}"
         )
 
     vars(module)["__getattr__"] = missing
