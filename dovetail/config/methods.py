@@ -87,19 +87,38 @@ class TeacherConfig(Section):
 class DistillConfig(Section):
     """On-policy distillation: the student samples, the teacher says how likely each token was."""
 
-    rules = (read_with(".kl", "full", only="divergence"), read_with(".kl", "top_k", only="top_k"))
+    rules = (
+        read_with(".kl", "top_k", "full", only="divergence log_prob_min_clamp"),
+        read_with(".kl", "top_k", only="top_k other_tokens"),
+    )
 
     teacher: TeacherConfig = section(TeacherConfig)
-    kl: Literal["sampled", "top_k", "full"] = key(
+    kl: Literal["sampled", "k2", "k3", "top_k", "full"] = key(
         "sampled",
-        "sampled: the sampled token's log-probs are the signal, an unbiased estimate of the gradient of the reverse "
-        "KL. top_k: the reverse KL itself over the teacher's most likely tokens and all others as one. full: over the "
-        "whole vocabulary.",
+        "sampled: the sampled token's log-probs are its advantage, an unbiased estimate of the gradient of the reverse "
+        "KL. k2, k3: an estimate of the KL from the same log-probs as a loss. top_k: a divergence itself over the "
+        "teacher's most likely tokens. full: over the whole vocabulary.",
     )
     divergence: Literal["reverse", "forward", "jsd"] = key(
         "reverse",
-        "What kl=full makes small: KL(student, teacher), KL(teacher, student), or the Jensen-Shannon divergence.",
+        "What kl=top_k and kl=full make small: KL(student, teacher), KL(teacher, student), or the Jensen-Shannon "
+        "divergence.",
     )
     top_k: int = key(64, "Tokens of the teacher that kl=top_k compares.", ge=1)
+    other_tokens: Literal["as_one", "ignored"] = key(
+        "as_one",
+        "All tokens that kl=top_k does not list: one more event, or not counted, which only divergence=forward allows.",
+    )
+    log_prob_min_clamp: float | None = key(
+        None, "Log-probs of both models below it count as it in a divergence; null: no bound.", lt=0
+    )
+    loss_max_clamp: float | None = key(
+        None, "Bound on what one token adds to the loss, or on its advantage; null: no bound.", gt=0
+    )
     kl_coef: float = key(1.0, "Weight of the teacher's signal.", ge=0)
     reward_coef: float = key(0.0, "Weight of the advantages of the task reward. 0: it is not computed.", ge=0)
+
+    @property
+    def is_estimate(self) -> bool:
+        """Whether an estimate from the sampled tokens' log-probs is a loss."""
+        return self.kl in ("k2", "k3")

@@ -1,7 +1,7 @@
 """`trainer.method=distill`: on-policy distillation. The PPO loop with a teacher where the reference is.
 
-The teacher's log-probs of the student's tokens become advantages (`distill.kl=sampled`), or the update compares the
-student with the teacher's most likely tokens (`top_k`). The advantages of a task reward are added with `reward_coef`.
+The teacher's log-probs of the student's tokens become advantages (`distill.kl=sampled`), or the update has a loss from
+what the teacher says (`workers/teacher_loss.py`). The advantages of a task reward are added with `reward_coef`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from dovetail.algorithms.distillation import distillation_advantages
+from dovetail.algorithms.distillation import clamp_signal, distillation_advantages
 from dovetail.config import ConfigError
 from dovetail.config.errors import Problem
 from dovetail.config.root import DovetailConfig
@@ -50,7 +50,7 @@ class DistillTrainer(RayPPOTrainer):
             signal = distillation_advantages(columns["old_log_probs"], columns["ref_log_prob"], mask)
             # The mean over tokens of the student estimates the reverse KL per token.
             metrics["distill/kl"] = float(-signal.sum() / mask.sum().clamp(min=1))
-            advantages = advantages + settings.kl_coef * signal
+            advantages = advantages + settings.kl_coef * clamp_signal(signal, settings.loss_max_clamp)
         return DataProto.from_dict({**columns, "advantages": advantages}, batch.non_tensor_batch, batch.meta_info)
 
 

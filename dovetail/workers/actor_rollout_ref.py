@@ -262,7 +262,7 @@ class ActorRolloutRefWorker(CheckpointedRole):
             seed=self.config.trainer.seed,
             adapters=adapters,
             correction=correction if in_update and not is_ref else None,
-            distill_coef=self.config.distill.kl_coef,
+            distill=self.config.distill if self.config.distills else None,
             teacher=self._teacher() if self.config.compares_vocabularies and not is_ref else None,
         )
 
@@ -276,7 +276,7 @@ class ActorRolloutRefWorker(CheckpointedRole):
             override_config=model.override_config,
             trust_remote_code=model.trust_remote_code,
         )
-        return Teacher(layer, self.config.distill.divergence)
+        return Teacher(layer, self.config.distill.divergence, log_prob_min=self.config.distill.log_prob_min_clamp)
 
     def _need(self, part: T | None, name: str) -> T:
         if part is None:

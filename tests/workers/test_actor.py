@@ -19,6 +19,7 @@ from dovetail.algorithms import (
     policy_loss_names,
 )
 from dovetail.config.algorithm import RolloutCorrectionConfig
+from dovetail.config.methods import DistillConfig
 from dovetail.models.vocabulary_divergence import OutputLayer, Teacher
 from dovetail.protocol import DataProto
 from dovetail.workers.actor import DataParallelPPOActor
@@ -53,6 +54,7 @@ def build(
     trains: bool = True,
     correction: RolloutCorrectionConfig | None = None,
     teacher: Teacher | None = None,
+    distill: DistillConfig | None = None,
     **changes: Any,
 ) -> DataParallelPPOActor:
     """`changes` are keys of `actor`, or of `model` when they start with `model_`."""
@@ -75,7 +77,7 @@ def build(
         mini_batch_rows=mini_batch_rows,
         log_prob_limit=limit,
         correction=correction,
-        distill_coef=1.0,
+        distill=distill or DistillConfig(),
         teacher=teacher,
     )
 

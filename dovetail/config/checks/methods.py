@@ -41,6 +41,14 @@ def _distillation(run: Examined) -> Findings:
     ):
         if run.value(key) != off:
             yield run.error(f"<{key}> with <trainer.method> {why}; use @{key}={off}.")
+    if (config.distill.kl, config.distill.other_tokens) == (
+        "top_k",
+        "ignored",
+    ) and config.distill.divergence != "forward":
+        yield run.error(
+            "<distill.other_tokens> with <distill.divergence> is made small by moving probability out of the list; use "
+            "@distill.divergence=forward, or @distill.other_tokens=as_one."
+        )
     if config.distill.kl_coef == 0:
         yield run.warning("<distill.kl_coef> learns nothing from the teacher; use 1.0, or `dovetail train`.")
 
