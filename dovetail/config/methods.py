@@ -90,9 +90,16 @@ class DistillConfig(Section):
     rules = (
         read_with(".kl", "top_k", "full", only="divergence log_prob_min_clamp"),
         read_with(".kl", "top_k", only="top_k other_tokens"),
+        unused("one teacher scores all rows", when_is("teachers", {}), only="teacher_key"),
     )
 
     teacher: TeacherConfig = section(TeacherConfig)
+    teachers: dict[str, HomePath] = key(
+        {},
+        "Several teachers, in place of `distill.teacher.path`: the folder or hub name of each, by the value that its "
+        "rows have in the column `distill.teacher_key`. What else is in `distill.teacher` holds for all of them.",
+    )
+    teacher_key: str = key("data_source", "Column of the rows that chooses between `distill.teachers`.", min_length=1)
     kl: Literal["sampled", "k2", "k3", "top_k", "full"] = key(
         "sampled",
         "sampled: the sampled token's log-probs are its advantage, an unbiased estimate of the gradient of the reverse "
@@ -117,6 +124,11 @@ class DistillConfig(Section):
     )
     kl_coef: float = key(1.0, "Weight of the teacher's signal.", ge=0)
     reward_coef: float = key(0.0, "Weight of the advantages of the task reward. 0: it is not computed.", ge=0)
+
+    @property
+    def teacher_paths(self) -> dict[str, str]:
+        """Folders by the value that chooses them; the one teacher of all rows has no name."""
+        return dict(self.teachers) or {"": self.teacher.path or ""}
 
     @property
     def is_estimate(self) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 
 from dovetail.config.keys import catalogue
 from dovetail.config.root import DovetailConfig
-from dovetail.config.translate import asynchronous
+from dovetail.config.translate import asynchronous, distillation
 from dovetail.config.translate.groups import GROUP_RULES, GROUP_SPELLINGS, Translated
 
 
@@ -142,6 +142,7 @@ OTHER_SPELLINGS = (
     *((rule.old, rule.new, rule.why) for rule in TRANSLATIONS),
     *GROUP_SPELLINGS,
     *asynchronous.SPELLINGS,
+    *distillation.SPELLINGS,
 )
 """For the documents: written as, read as, why."""
 
@@ -160,7 +161,7 @@ def translate(leaves: Mapping[str, Any]) -> Translated:
         if new != key and (value := done.leaves.pop(key)) is not None:
             done.notice(key, f"{key} is read as {new}" + (f": {why}." if why else "."))
             done.put(new, value, key)
-    for rule in (*asynchronous.RULES, *GROUP_RULES):
+    for rule in (*asynchronous.RULES, *distillation.RULES, *GROUP_RULES):
         rule(done)
     for key, spellings in VALUE_SPELLINGS.items():
         value = done.leaves.get(key)
