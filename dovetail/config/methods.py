@@ -3,9 +3,12 @@ their own sections."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator
 
 from dovetail.config.base import HomePath, Section, key, read_with, section, unused, when_is
+from dovetail.config.tree import leaves
 
 
 class SFTConfig(Section):
@@ -84,6 +87,11 @@ class TeacherConfig(Section):
         return self.nnodes * self.n_gpus_per_node
 
 
+def _with_dotted_names(teachers: Any) -> Any:
+    """`{"geo": {"3k": path}}` as `{"geo.3k": path}`: a file or an override cuts a name at its dots."""
+    return dict(leaves(teachers)) if isinstance(teachers, dict) else teachers
+
+
 class DistillConfig(Section):
     """On-policy distillation: the student samples, the teacher says how likely each token was."""
 
@@ -94,7 +102,7 @@ class DistillConfig(Section):
     )
 
     teacher: TeacherConfig = section(TeacherConfig)
-    teachers: dict[str, HomePath] = key(
+    teachers: Annotated[dict[str, HomePath], BeforeValidator(_with_dotted_names)] = key(
         {},
         "Several teachers, in place of `distill.teacher.path`: the folder or hub name of each, by the value that its "
         "rows have in the column `distill.teacher_key`. What else is in `distill.teacher` holds for all of them.",

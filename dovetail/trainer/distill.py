@@ -7,7 +7,7 @@ what the teacher says (`workers/teacher_loss.py`). The advantages of a task rewa
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack
 from typing import Any
@@ -97,7 +97,7 @@ class DistillMethod(RLMethod):
         return DistillTrainer
 
 
-def rows_by_teacher(names: Sequence[object], settings: DistillConfig) -> dict[str, np.ndarray]:
+def rows_by_teacher(names: Iterable[object], settings: DistillConfig) -> dict[str, np.ndarray]:
     """The numbers of the rows of each teacher that has any."""
     called = np.array([str(name) for name in names])
     if unknown := set(called) - set(settings.teachers):

@@ -16,6 +16,7 @@ from dovetail.algorithms.distillation import (
     listed_divergence,
     vocabulary_divergence,
 )
+from dovetail.algorithms.kl import kl_penalty
 
 pytestmark = pytest.mark.unit
 
@@ -161,3 +162,13 @@ def test_a_signal_is_clamped_on_both_sides_and_has_no_gradient_there() -> None:
     assert found.tolist() == [-5.0, -1.0, 2.0, 5.0]
     assert torch.autograd.grad(found.sum(), values)[0].tolist() == [0, 1, 1, 0]
     assert clamp_signal(values, None) is values
+
+
+@pytest.mark.parametrize(("estimate", "kind"), [("k2", "reverse"), ("k3", "forward")])
+def test_the_expected_gradient_of_an_estimate_is_that_of_a_divergence(estimate: str, kind: Divergence) -> None:
+    student, teacher = logits(9).requires_grad_(), logits(10)
+    log_p, log_q = student.log_softmax(-1), teacher.log_softmax(-1)
+    (expected,) = torch.autograd.grad(vocabulary_divergence(log_p, log_q, kind).sum(), student, retain_graph=True)
+    # Each token as often as the student samples it.
+    (found,) = torch.autograd.grad((log_p.detach().exp() * kl_penalty(log_p, log_q, estimate)).sum(), student)
+    torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-9)
