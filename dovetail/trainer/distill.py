@@ -53,6 +53,9 @@ class DistillTrainer(RayPPOTrainer):
         settings = self.config.distill
         if not settings.teachers:
             return super()._score_by_reference(ref, batch)
+        if settings.teacher_key not in batch.non_tensor_batch:  # of a user's dataset class
+            why = f"the rows have no column {settings.teacher_key!r} (distill.teacher_key), only"
+            raise ValueError(f"{why} {name_some(sorted(batch.non_tensor_batch))}; name the column of the teachers.")
         places = rows_by_teacher(batch.non_tensor_batch[settings.teacher_key], settings)
         columns, parts = stage_columns(batch, "compute_ref_log_prob"), []
         for name, rows in places.items():
