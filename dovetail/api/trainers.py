@@ -251,16 +251,26 @@ class DAPO(_RL):
 class Distill(_RL):
     """On-policy distillation: the model samples, and a teacher's log-probs of its tokens are the signal.
 
-    `teacher` is a folder or a name on the hub, with the same tokenizer. Without a `reward` rows need a prompt only. The
-    other arguments are those of `GRPO`.
+    `teacher` is a folder or a name on the hub, with the same tokenizer. Several are a dict, by the value of the column
+    `distill.teacher_key`. Without a `reward` rows need a prompt only. The other arguments are those of `GRPO`.
     """
 
     preset: ClassVar[Mapping[str, Any]] = {"trainer.method": "distill"}
 
-    def __init__(self, model: str | Path, data: Data, teacher: str | Path, reward: Reward | None = None, **more: Any):
+    def __init__(
+        self,
+        model: str | Path,
+        data: Data,
+        teacher: str | Path | Mapping[str, str | Path],
+        reward: Reward | None = None,
+        **more: Any,
+    ):
         super().__init__(model, data, reward, **more)
-        _check_kind("teacher", teacher, str | os.PathLike, _MODEL)
-        self._keys = {"distill.teacher.path": str(teacher), **self._keys}
+        several = isinstance(teacher, Mapping)
+        for path in teacher.values() if several else [teacher]:
+            _check_kind("teacher", path, str | os.PathLike, _MODEL)
+        named = {f"distill.teachers.{name}": str(path) for name, path in teacher.items()} if several else {}
+        self._keys = {**(named or {"distill.teacher.path": str(teacher)}), **self._keys}
 
 
 class SFT(Trainer):

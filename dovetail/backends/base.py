@@ -42,6 +42,8 @@ class TokenOutput:
     """``[rows, seq_len, k]``: the most likely tokens in place of the token at ``t``."""
     listed: Tensor | None = None
     """``[rows, seq_len, k]``: log-probs of the tokens that the column ``teacher_top_ids`` lists."""
+    overlap: Tensor | None = None
+    """``[rows, seq_len]``: the share of them that are among the ``k`` most likely tokens."""
     hidden: Tensor | None = None
     """``[rows, seq_len, width]``: the hidden state from which the token at ``t`` is predicted."""
     divergence: Tensor | None = None

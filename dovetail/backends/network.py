@@ -59,6 +59,7 @@ def _call_policy(
         top_ids=top_ids,
         top_log_probs=top_log_probs,
         listed=out.listed,
+        overlap=out.overlap,
         hidden=out.hidden,
         divergence=out.divergence,
     )

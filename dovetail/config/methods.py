@@ -3,9 +3,12 @@ their own sections."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator
 
 from dovetail.config.base import HomePath, Section, key, read_with, section, unused, when_is
+from dovetail.config.tree import leaves
 
 
 class SFTConfig(Section):
@@ -94,22 +97,58 @@ class TeacherConfig(Section):
         return self.nnodes * self.n_gpus_per_node
 
 
+def _with_dotted_names(teachers: Any) -> Any:
+    """`{"geo": {"3k": path}}` as `{"geo.3k": path}`: a file or an override cuts a name at its dots."""
+    return dict(leaves(teachers)) if isinstance(teachers, dict) else teachers
+
+
 class DistillConfig(Section):
     """On-policy distillation: the student samples, the teacher says how likely each token was."""
 
-    rules = (read_with(".kl", "full", only="divergence"), read_with(".kl", "top_k", only="top_k"))
+    rules = (
+        read_with(".kl", "top_k", "full", only="divergence log_prob_min_clamp"),
+        read_with(".kl", "top_k", only="top_k other_tokens"),
+        unused("one teacher scores all rows", when_is("teachers", {}), only="teacher_key"),
+    )
 
     teacher: TeacherConfig = section(TeacherConfig)
-    kl: Literal["sampled", "top_k", "full"] = key(
+    teachers: Annotated[dict[str, HomePath], BeforeValidator(_with_dotted_names)] = key(
+        {},
+        "Several teachers, in place of `distill.teacher.path`: the folder or hub name of each, by the value that its "
+        "rows have in the column `distill.teacher_key`. What else is in `distill.teacher` holds for all of them.",
+    )
+    teacher_key: str = key("data_source", "Column of the rows that chooses between `distill.teachers`.", min_length=1)
+    kl: Literal["sampled", "k2", "k3", "top_k", "full"] = key(
         "sampled",
-        "sampled: the sampled token's log-probs are the signal, an unbiased estimate of the gradient of the reverse "
-        "KL. top_k: the reverse KL itself over the teacher's most likely tokens and all others as one. full: over the "
-        "whole vocabulary.",
+        "sampled: the sampled token's log-probs are its advantage, an unbiased estimate of the gradient of the reverse "
+        "KL. k2, k3: an estimate of the KL from the same log-probs as a loss. top_k: a divergence itself over the "
+        "teacher's most likely tokens. full: over the whole vocabulary.",
     )
     divergence: Literal["reverse", "forward", "jsd"] = key(
         "reverse",
-        "What kl=full makes small: KL(student, teacher), KL(teacher, student), or the Jensen-Shannon divergence.",
+        "What kl=top_k and kl=full make small: KL(student, teacher), KL(teacher, student), or the Jensen-Shannon "
+        "divergence.",
     )
     top_k: int = key(64, "Tokens of the teacher that kl=top_k compares.", ge=1)
+    other_tokens: Literal["as_one", "ignored"] = key(
+        "as_one",
+        "All tokens that kl=top_k does not list: one more event, or not counted, which only divergence=forward allows.",
+    )
+    log_prob_min_clamp: float | None = key(
+        None, "Log-probs of both models below it count as it in a divergence; null: no bound.", lt=0
+    )
+    loss_max_clamp: float | None = key(
+        None, "Bound on what one token adds to the loss, or on its advantage; null: no bound.", gt=0
+    )
     kl_coef: float = key(1.0, "Weight of the teacher's signal.", ge=0)
     reward_coef: float = key(0.0, "Weight of the advantages of the task reward. 0: it is not computed.", ge=0)
+
+    @property
+    def teacher_paths(self) -> dict[str, str]:
+        """Folders by the value that chooses them; the one teacher of all rows has no name."""
+        return dict(self.teachers) or {"": self.teacher.path or ""}
+
+    @property
+    def is_estimate(self) -> bool:
+        """Whether an estimate from the sampled tokens' log-probs is a loss."""
+        return self.kl in ("k2", "k3")

@@ -166,15 +166,15 @@ class DovetailConfig(Section):
         return self.distills and self.distill.kl == "full"
 
     @property
-    def reference_model(self) -> ModelConfig:
-        """The network of the reference: the policy's own, or the teacher's."""
-        model, teacher = self.actor_rollout_ref.model, self.distill.teacher
+    def reference_models(self) -> dict[str, ModelConfig]:
+        """The networks of the reference: the policy's own without a name, or the teachers by theirs."""
+        model, distill = self.actor_rollout_ref.model, self.distill
         if not self.distills:
-            return model
-        own = teacher.model_dump(include={"trust_remote_code", "external_lib", "override_config"})
-        own |= {"path": teacher.path or "", "hf_config_path": None, "tokenizer_path": None, "lora_rank": 0}
-        own["lora_adapter_path"] = None
-        return model.model_copy(update=own)
+            return {"": model}
+        own = distill.teacher.model_dump(include={"trust_remote_code", "external_lib", "override_config"})
+        own |= {"hf_config_path": None, "tokenizer_path": None, "lora_rank": 0, "lora_adapter_path": None}
+        paths = distill.teacher_paths.items()
+        return {name: model.model_copy(update={**own, "path": path}) for name, path in paths}
 
     @property
     def teacher_devices(self) -> int:

@@ -78,6 +78,14 @@ _OTHER_METHODS = (
     Chart("loss", "Loss", ("train/loss",), ("val/loss",), optional=True),
     Chart("distill_kl", "Divergence from the teacher (nats per token)", ("distill/kl",), optional=True),
     Chart(
+        "distill_top_k",
+        "The teacher's top-k tokens: mass, and overlap with the student's (share)",
+        ("distill/overlap_ratio",),
+        ("distill/teacher_mass", "distill/student_mass"),
+        share=True,
+        optional=True,
+    ),
+    Chart(
         "preferences",
         "Pairs in order (share)",
         ("train/rewards/accuracies", "train/accuracy"),

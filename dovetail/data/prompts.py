@@ -129,6 +129,15 @@ class PromptDataset:
         sources = [self._source(row) for file in named for chunk in file.chunks([key]) for row in chunk]
         return list(dict.fromkeys(sources)) or [UNNAMED_SOURCE]
 
+    def values_of(self, column: str) -> list[str] | None:
+        """Every value of a column of the batch, once, as text; None where a file lacks it."""
+        if column == "data_source":
+            return self.data_sources()
+        if column in RESERVED or not all(column in file.columns for file in self._files if len(file)):
+            return None
+        rows = (row[column] for file in self._files for chunk in file.chunks([column]) for row in chunk)
+        return list(dict.fromkeys(map(str, rows)))
+
     def reward_columns(self) -> list[str]:
         """What a reward function may ask for by name: the files' columns, and what is in `extra_info` of the first
         rows."""

@@ -87,8 +87,8 @@ class StepUtilisation:
             )
             if config.algorithm.rollout_correction.bypass_mode:
                 flops.pop("old_log_prob", None)  # the engine's log-probs are copied
-            if config.teacher_devices:
-                flops.pop("ref", None)  # the peak is that of the student's devices
+            if config.teacher_devices or config.distill.teachers:
+                flops.pop("ref", None)  # the peak is that of the student's devices, and a row has one of the teachers
             metrics |= utilisation(flops, seconds, training)
             metrics["perf/peak_tflops"] = training / 1e12
         return metrics

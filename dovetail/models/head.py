@@ -121,6 +121,14 @@ class TokenLists(NamedTuple):
     """`[N, k]`: labels whose log-probs are wanted."""
 
 
+class ListedLabels(NamedTuple):
+    """What `TokenLists` asks for."""
+
+    top: TopTokens | None
+    listed: Tensor | None
+    overlap: Tensor | None
+
+
 class LogProbs(NamedTuple):
     log_probs: Tensor
     """`[N]` float32: log p(label)."""
@@ -134,6 +142,8 @@ class LogProbs(NamedTuple):
     """The most likely labels, without a gradient; `None` when they were not asked for."""
     listed: Tensor | None = None
     """`[N, k]` float32: log p of the `k` labels listed for each row; `None` when none were."""
+    overlap: Tensor | None = None
+    """`[N]` float32: share of the listed labels that are among the `k` most likely ones; `None` like `listed`."""
 
 
 class EntropyMemory(NamedTuple):
@@ -215,34 +225,45 @@ def listed_log_probs(
     temperature: float,
     softcap: float | None = None,
     chunk_size: int | None = None,
-) -> tuple[TopTokens | None, Tensor | None]:
+) -> ListedLabels:
     """The most likely labels and the log-probs of listed ones, by a second pass of the head over chunks of rows.
 
     Logits of a chunk are computed again in backward, so that no more than one chunk of them is held.
     """
+    overlaps: list[Tensor] = []
 
     def log_p(part: Tensor, size: int | None = None) -> Tensor:
         return chunk_log_probs(part, weight, bias, temperature=temperature, softcap=softcap, dtype=dtype, size=size)
 
     def listed(part: Tensor, ids: Tensor) -> Tensor:
-        return log_p(part).gather(-1, ids)
+        of_all = log_p(part)
+        own = of_all.gather(-1, ids)
+        if len(overlaps) < len(chunks):  # not again in backward
+            overlaps.append(overlap(own, largest(of_all.detach(), ids.size(-1))[0]))
+        return own
 
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-    rows = chunk_size or default_chunk_size(weight)
+    chunks = hidden.split(chunk_size or default_chunk_size(weight))
     top, of_ids = None, None
     with torch.autocast(device, enabled=False):
         if lists.top_k:
             size = min(lists.vocab_size or weight.size(0), weight.size(0))
             with torch.no_grad():
-                parts = [largest(log_p(part, size), min(lists.top_k, size)) for part in hidden.split(rows)]
+                parts = [largest(log_p(part, size), min(lists.top_k, size)) for part in chunks]
             top = TopTokens(torch.cat([ids for _, ids in parts]), torch.cat([values for values, _ in parts]))
         if lists.ids is not None:
-            pairs = zip(hidden.split(rows), lists.ids.split(rows), strict=True)
+            pairs = zip(chunks, lists.ids.split([len(part) for part in chunks]), strict=True)
             of_ids = torch.cat(
                 [checkpoint(listed, *pair, use_reentrant=False, preserve_rng_state=False) for pair in pairs]
             )
-    return top, of_ids
+    return ListedLabels(top, of_ids, torch.cat(overlaps) if overlaps else None)
+
+
+@torch.no_grad()
+def overlap(listed: Tensor, most_likely: Tensor) -> Tensor:
+    """`[N]`: the share of `listed` log-probs that are among the `most_likely`, of which both are `[N, k]`."""
+    return (listed >= most_likely.amin(-1, keepdim=True)).float().mean(-1)
 
 
 def largest(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -23,6 +23,7 @@ from dovetail.models.backbone import (
 from dovetail.models.exact import ExactLinear, log_probs_with_gradient
 from dovetail.models.head import (
     EntropyMemory,
+    ListedLabels,
     LogProbs,
     TokenLists,
     TopTokens,
@@ -51,6 +52,8 @@ class PolicyOutput(NamedTuple):
     """`[B, T, k]`: the most likely tokens in place of token t, without a gradient; `None` when not asked for."""
     listed: Tensor | None = None
     """`[B, T, k]` float32: log p of the tokens listed for token t; `None` when none were."""
+    overlap: Tensor | None = None
+    """`[B, T]` float32: share of the listed tokens that are among the k most likely ones; `None` like `listed`."""
     hidden: Tensor | None = None
     """`[B, T, H]`: the last hidden state before token t, which the output layer reads; `None` when not asked for."""
     divergence: Tensor | None = None
@@ -112,8 +115,7 @@ class PolicyModel(TransformerBackbone):
         head = self._head(states, batch.labels, temperature, need_entropy, need_best, need_sum_squares)
         if lists is not None:
             ids = None if lists.ids is None else batch.at_targets(lists.ids)
-            top, listed = self._lists(states, lists._replace(ids=ids), temperature)
-            head = head._replace(top=top, listed=listed)
+            head = head._replace(**self._lists(states, lists._replace(ids=ids), temperature)._asdict())
         divergence = None
         if teacher is not None:
             assert teacher.hidden is not None, "the batch has the teacher's hidden states"
@@ -134,6 +136,7 @@ class PolicyModel(TransformerBackbone):
             spread(head.sum_squares),
             None if head.top is None else TopTokens(*map(spread, head.top)),
             spread(head.listed),
+            spread(head.overlap),
             spread(states) if need_hidden else None,
             spread(divergence),
         )
@@ -152,7 +155,7 @@ class PolicyModel(TransformerBackbone):
             )
         return layer.weight, layer.bias
 
-    def _lists(self, hidden: Tensor, lists: TokenLists, temperature: float) -> tuple[TopTokens | None, Tensor | None]:
+    def _lists(self, hidden: Tensor, lists: TokenLists, temperature: float) -> ListedLabels:
         return listed_log_probs(
             hidden,
             *self._plain_layer(),

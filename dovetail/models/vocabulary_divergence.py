@@ -49,6 +49,7 @@ class Teacher:
     layer: OutputLayer
     divergence: Divergence = "reverse"
     hidden: Tensor | None = None
+    log_prob_min: float | None = None
 
 
 def divergence_from(
@@ -64,7 +65,7 @@ def divergence_from(
         with torch.no_grad():
             own = teacher.layer.weight.dtype
             log_q = teacher.layer.log_probs(teachers, temperature=temperature, dtype=own, size=size)
-        return vocabulary_divergence(log_p, log_q, teacher.divergence)
+        return vocabulary_divergence(log_p, log_q, teacher.divergence, teacher.log_prob_min)
 
     rows = chunk_size or max(1, default_chunk_size(layer.weight) // TENSORS_HELD)
     with torch.autocast(device, enabled=False):

@@ -47,9 +47,16 @@ def named_models(config: DovetailConfig) -> dict[str, Any]:
         models["critic.model"] = config.critic.model
     if config.reward_model.enable and config.reward_model.model.path:
         models["reward_model.model"] = config.reward_model.model
-    if config.distills and config.distill.teacher.path:
-        models["distill.teacher"] = config.distill.teacher
+    if config.distills and any(config.distill.teacher_paths.values()):
+        for name, path in config.distill.teacher_paths.items():
+            key = f"distill.teachers.{name}" if name else "distill.teacher"
+            models[key] = config.distill.teacher.model_copy(update={"path": path})
     return models
+
+
+def path_key(section: str) -> str:
+    """The key of the folder of one of `named_models`."""
+    return section if section.startswith("distill.teachers.") else f"{section}.path"
 
 
 def no_gpu() -> ConfigError:
@@ -109,9 +116,9 @@ def _data_files(config: DovetailConfig) -> Iterator[Problem]:
 def _folders(config: DovetailConfig) -> Iterator[Problem]:
     model = config.actor_rollout_ref.model
     models = named_models(config)
-    folders = {f"{section}.path": named.path for section, named in models.items()}
+    folders = {path_key(section): named.path for section, named in models.items()}
     # Whoever brings a module for the network may bring its own way to read weights.
-    read_here = {f"{section}.path" for section, named in models.items() if named.external_lib is None}
+    read_here = {path_key(section) for section, named in models.items() if named.external_lib is None}
     if config.data.tokenizer:
         folders["data.tokenizer"] = config.data.tokenizer
     elif model.tokenizer_path:

@@ -13,7 +13,7 @@ from dovetail.config.root import DovetailConfig
 from dovetail.data.unread_tokenizer import UnreadTokenizer
 from dovetail.models.folder import check_model_folder
 from dovetail.models.load import Role, load_config, load_processor, load_tokenizer, model_folder
-from dovetail.trainer.inputs import named_models
+from dovetail.trainer.inputs import named_models, path_key
 from dovetail.trainer.refusals import Refusals
 
 
@@ -37,7 +37,8 @@ def fetch_models(config: DovetailConfig) -> None:
         try:
             model_folder(model.path)
         except FileNotFoundError as error:
-            raise ConfigError([Problem(f"{name}.path", f"{name}.path={model.path}: {error}")]) from error
+            key = path_key(name)
+            raise ConfigError([Problem(key, f"{key}={model.path}: {error}")]) from error
         if isinstance(model, ModelConfig):
             adapter_folder(model)
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from dovetail.algorithms import get_kl_controller, get_policy_loss_columns
 from dovetail.algorithms.rollout_correction import interpolation_weights
 from dovetail.config.root import DovetailConfig
-from dovetail.controller import WorkerError
+from dovetail.controller import WorkerError, WorkerGroup
 from dovetail.observability.ledger import DrawLedger
 from dovetail.observability.sinks import choose_answers
 from dovetail.parallel.balance import inverse_order
@@ -153,8 +153,7 @@ class RayPPOTrainer(BaseTrainer[RoleGroups]):
                 batch, partial = self._add_old_log_probs(batch, rollout.order, metrics)
         if self.groups.ref is not None:
             with self.timers("ref"):
-                columns = stage_columns(batch, "compute_ref_log_prob")
-                batch = batch.union(self._call(self.groups.ref.compute_ref_log_prob, columns))
+                batch = batch.union(self._score_by_reference(self.groups.ref, batch))
         if self.groups.critic is not None:
             with self.timers("values"):
                 columns = stage_columns(batch, "compute_values")
@@ -216,6 +215,10 @@ class RayPPOTrainer(BaseTrainer[RoleGroups]):
         if self.stream is None or self.groups.engines is None:
             return method(batch)
         return method.submit(batch).get(meanwhile=self.stream.collect)
+
+    def _score_by_reference(self, ref: WorkerGroup, batch: DataProto) -> DataProto:
+        """The columns of the reference, or of a teacher in its place."""
+        return self._call(ref.compute_ref_log_prob, stage_columns(batch, "compute_ref_log_prob"))
 
     def _next_responses(self) -> DataProto:
         """The responses to one generation batch of prompts: of the next ones, or of those that are due."""

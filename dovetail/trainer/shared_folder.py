@@ -27,9 +27,13 @@ def with_absolute_folders(config: DovetailConfig) -> DovetailConfig:
         section = getattr(config, role)
         if folders := _existing_folders(section.model):
             updated[role] = section.model_copy(update={"model": section.model.model_copy(update=folders)})
-    teacher = config.distill.teacher
-    if folders := _existing_folders(teacher):
-        updated["distill"] = config.distill.model_copy(update={"teacher": teacher.model_copy(update=folders)})
+    distill = config.distill
+    one = distill.teacher.model_copy(update=_existing_folders(distill.teacher))
+    several = {
+        name: _existing_folders(one.model_copy(update={"path": path})).get("path", path)
+        for name, path in distill.teachers.items()
+    }
+    updated["distill"] = distill.model_copy(update={"teacher": one, "teachers": several})
     return config.model_copy(update=updated)
 
 

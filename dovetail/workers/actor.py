@@ -19,13 +19,13 @@ from dovetail.algorithms import (
     kl_penalty,
 )
 from dovetail.algorithms.aggregate import token_share
-from dovetail.algorithms.distillation import listed_reverse_kl
 from dovetail.algorithms.kl import k3_kl
 from dovetail.algorithms.plugin_calls import as_policy_loss
 from dovetail.algorithms.rollout_correction import MAX_LOG_WEIGHT, interpolate_old_log_prob
 from dovetail.backends.base import ForwardOptions, LossFn, TokenOutput, TrainBackend
 from dovetail.config.actor import ActorConfig
 from dovetail.config.algorithm import RolloutCorrectionConfig
+from dovetail.config.methods import DistillConfig
 from dovetail.config.view import ConfigView
 from dovetail.models.vocabulary_divergence import Teacher
 from dovetail.parallel.micro_batches import MicroBatchPlan
@@ -40,6 +40,7 @@ from dovetail.workers.response_columns import (
     take_columns,
 )
 from dovetail.workers.shares import LOSS_WEIGHT, StepLog, add_shares, global_counts, with_row_weights
+from dovetail.workers.teacher_loss import teacher_loss
 from dovetail.workers.update_correction import correction_terms
 
 _RATIO, _RATIO_SQUARE = "rollout_corr/ratio_mean", "rollout_corr/ratio_square_mean"
@@ -63,8 +64,8 @@ class DataParallelPPOActor:
     `mini_batch_rows` is what this rank holds of one mini-batch, in sequences; `loss_scale_factor` divides
     `seq-mean-token-sum-norm`. The reference policy is the same class over a backend without optimizer, or over the
     actor's own with `adapters=False` (LoRA switched off). `correction`: what the update itself corrects, where the old
-    log-probs are the engine's (`bypass_mode`) or interpolated. `distill_coef` weighs the divergence from the tokens
-    that a teacher has listed, or from all of them with a `teacher`, where the batch has its columns.
+    log-probs are the engine's (`bypass_mode`) or interpolated. `distill` says what is learned from a teacher, where
+    the batch has its columns; `teacher` is there when the vocabularies are compared.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class DataParallelPPOActor:
         seed: int = 0,
         adapters: bool = True,
         correction: RolloutCorrectionConfig | None = None,
-        distill_coef: float = 0.0,
+        distill: DistillConfig | None = None,
         teacher: Teacher | None = None,
     ) -> None:
         self.config = config
@@ -87,7 +88,7 @@ class DataParallelPPOActor:
         self._log_prob_limit = log_prob_limit
         self._update_limit = MicroBatchLimit.of_update(config, mini_batch_rows, by_prompt=config.use_prefix_grouper)
         self._loss_scale_factor = loss_scale_factor
-        self._distill_coef = distill_coef
+        self._distill = distill
         self._teacher = teacher
         self._correction = correction
         self._bypass = correction is not None and correction.bypass_mode
@@ -209,7 +210,7 @@ class DataParallelPPOActor:
         elif "rollout_log_probs" in data:
             # Without a log-prob pass of its own, the mismatch between engine and trainer is measured in the update.
             names.append("rollout_log_probs")
-        if self.config.use_kl_loss:
+        if self.config.use_kl_loss or (self._distill is not None and self._distill.is_estimate):
             names.append("ref_log_prob")
         names += [name for name in ("rollout_is_weights", LOSS_WEIGHT, *TEACHER_COLUMNS) if name in data]
         return take_columns(data, [*names, *self._loss_columns])
@@ -264,14 +265,10 @@ class DataParallelPPOActor:
                 kl = agg_loss(token_kl, mask, mode, counts=counts, loss_scale_factor=scale)
                 loss = loss + config.kl_loss_coef * kl
                 metrics["actor/kl_loss"] = kl.detach()
-            if output.listed is not None or output.divergence is not None:
-                if output.listed is None:
-                    token_kl = at_responses(output.divergence, width)
-                else:
-                    token_kl = listed_reverse_kl(at_responses(output.listed, width), columns["teacher_top_log_probs"])
-                kl = agg_loss(token_kl, mask, mode, counts=counts, loss_scale_factor=scale)
-                loss = loss + self._distill_coef * kl
-                metrics["distill/kl"] = token_share(token_kl.detach(), full_mask, counts)
+            if self._distill is not None and (taught := teacher_loss(output, columns, self._distill)) is not None:
+                kl = agg_loss(taught.loss, mask, mode, counts=counts, loss_scale_factor=scale)
+                loss = loss + self._distill.kl_coef * kl
+                metrics |= {name: token_share(value, full_mask, counts) for name, value in taught.metrics.items()}
             return loss, metrics
 
         return loss_fn

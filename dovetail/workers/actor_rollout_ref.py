@@ -10,6 +10,7 @@ import torch
 from dovetail.algorithms import get_policy_loss_selector
 from dovetail.backends.base import TrainBackend
 from dovetail.config.fsdp import full_dtype
+from dovetail.config.model import ModelConfig
 from dovetail.config.root import DovetailConfig
 from dovetail.controller import Dispatch, register
 from dovetail.models.load import load_config, load_tokenizer
@@ -46,7 +47,8 @@ class ActorRolloutRefWorker(CheckpointedRole):
             part in role.split("_") for part in ("actor", "rollout", "ref")
         )
         self.actor: DataParallelPPOActor | None = None
-        self.ref: DataParallelPPOActor | None = None
+        self.refs: dict[str, DataParallelPPOActor] = {}
+        """The reference without a name, or the teachers by theirs."""
         self.hybrid: HybridEngine | None = None
         self._sending: WeightSending | None = None
 
@@ -69,8 +71,9 @@ class ActorRolloutRefWorker(CheckpointedRole):
             if not self._is_rollout:
                 self._sending = WeightSending(actor_backend, policy.rollout)
         if self._is_ref and self.config.uses_reference:
-            self.ref = self._build_ref(actor_backend)
-            self.register_in_mesh("ref", self.ref.backend)
+            for name, model in self.config.reference_models.items():
+                self.refs[name] = self._build_ref(model, actor_backend)
+            self.register_in_mesh("ref", next(iter(self.refs.values())).backend)
         if self._is_rollout:
             assert actor_backend is not None, "every role that generates here trains as well"
             self.hybrid = HybridEngine(self.config, actor_backend, device=self.device, rank=self.rank)
@@ -95,9 +98,10 @@ class ActorRolloutRefWorker(CheckpointedRole):
 
     @register(dispatch_mode=Dispatch.mesh("ref", pad=True))
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
-        """`ref_log_prob`: log-probs of the frozen reference, or of the teacher in its place."""
-        ref, distill = self._need(self.ref, "ref"), self.config.distill
-        with loaded(ref.backend, self._ref_offloading):
+        """`ref_log_prob`: log-probs of the frozen reference, or of a teacher in its place, which `meta_info["teacher"]`
+        names where there are several."""
+        ref, distill = self._need(self.refs.get(data.meta_info.get("teacher", "")), "ref"), self.config.distill
+        with loaded(ref.backend, self._offloading_of(ref)):
             if self.config.compares_vocabularies:
                 log_probs, hidden = ref.hidden_states(data)
                 return DataProto.from_dict({"ref_log_prob": log_probs, "teacher_hidden": hidden})
@@ -223,8 +227,8 @@ class ActorRolloutRefWorker(CheckpointedRole):
     def _trained(self) -> DataParallelPPOActor:
         return self._need(self.actor, "actor")
 
-    def _build_ref(self, actor_backend: TrainBackend | None) -> DataParallelPPOActor:
-        policy, model = self.config.actor_rollout_ref, self.config.reference_model
+    def _build_ref(self, model: ModelConfig, actor_backend: TrainBackend | None) -> DataParallelPPOActor:
+        policy = self.config.actor_rollout_ref
         if actor_backend is not None and policy.model.uses_lora and model is policy.model:
             return self._actor_of(actor_backend, is_ref=True, adapters=False)
         backend = build_policy(
@@ -255,10 +259,9 @@ class ActorRolloutRefWorker(CheckpointedRole):
         refers = self._is_ref and config.uses_reference and shares_graphs
         return config.has_log_prob_pass or refers or get_policy_loss_selector(config.loss_mode_in_force) is not None
 
-    @property
-    def _ref_offloading(self) -> Any:
+    def _offloading_of(self, ref: DataParallelPPOActor) -> Any:
         policy = self.config.actor_rollout_ref
-        shares_actor = self.actor is not None and self.ref is not None and self.ref.backend is self.actor.backend
+        shares_actor = self.actor is not None and ref.backend is self.actor.backend
         return policy.actor.offloading if shares_actor else policy.ref.offloading
 
     def _actor_of(self, backend: TrainBackend, *, is_ref: bool = False, adapters: bool = True) -> DataParallelPPOActor:
@@ -281,13 +284,13 @@ class ActorRolloutRefWorker(CheckpointedRole):
             seed=self.config.trainer.seed,
             adapters=adapters,
             correction=correction if in_update and not is_ref else None,
-            distill_coef=self.config.distill.kl_coef,
+            distill=self.config.distill if self.config.distills else None,
             teacher=self._teacher() if self.config.compares_vocabularies and not is_ref else None,
         )
 
     def _teacher(self) -> Teacher:
         """The teacher's output layer, beside the student: hidden states are sent, and distributions made here."""
-        model, dtype = self.config.reference_model, self.config.actor_rollout_ref.ref.compute_dtype
+        (model,), dtype = self.config.reference_models.values(), self.config.actor_rollout_ref.ref.compute_dtype
         layer = load_output_layer(
             model.path,
             dtype=getattr(torch, full_dtype(dtype)),
@@ -295,7 +298,7 @@ class ActorRolloutRefWorker(CheckpointedRole):
             override_config=model.override_config,
             trust_remote_code=model.trust_remote_code,
         )
-        return Teacher(layer, self.config.distill.divergence)
+        return Teacher(layer, self.config.distill.divergence, log_prob_min=self.config.distill.log_prob_min_clamp)
 
     def _need(self, part: T | None, name: str) -> T:
         if part is None:

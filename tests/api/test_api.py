@@ -358,3 +358,7 @@ def test_fine_tuning_from_python_learns_and_its_export_goes_on(model: str, tmp_p
 def test_distillation_from_python_names_its_teacher(model: str, tmp_path: Path) -> None:
     trainer = dovetail.Distill(model, [{"prompt": "say 1"}] * 8, teacher=model, output=tmp_path / "run")
     assert (trainer.config.trainer.method, trainer.config.distill.teacher.path) == ("distill", model)
+    several = dovetail.Distill(
+        model, [{"prompt": "say 1"}] * 8, {"math": model, "geo.3k": model}, output=tmp_path / "2"
+    )
+    assert several.config.distill.teachers == {"math": model, "geo.3k": model}

@@ -13,6 +13,7 @@ from torch import Tensor
 from dovetail.backends.base import TrainBackend
 from dovetail.config.actor import Strategy
 from dovetail.config.megatron import MegatronConfig
+from dovetail.config.methods import DistillConfig
 from dovetail.config.root import DovetailConfig
 from dovetail.models.vocabulary_divergence import Teacher, load_output_layer
 from dovetail.protocol import DataProto
@@ -103,7 +104,7 @@ def _actor(
         backend,
         mini_batch_rows=MINI_BATCH // backend.rank_info.dp_size,
         log_prob_limit=MicroBatchLimit(rows=layout.rows),
-        distill_coef=1.0,
+        distill=DistillConfig(kl="top_k"),
         teacher=teacher,
     )
 

@@ -240,11 +240,6 @@ def test_a_key_that_roles_share_and_this_role_does_not_use_says_so() -> None:
     assert load("actor_rollout_ref.ref.fsdp_config.optimizer_offload=False").notices == ()
 
 
-def test_what_would_be_another_program_is_refused() -> None:
-    assert load("distillation.enabled=False").notices
-    assert "not supported" in problem("distillation.enabled=True")
-
-
 @pytest.mark.parametrize(
     ("harmless", "refused"),
     [

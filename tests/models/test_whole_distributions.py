@@ -45,10 +45,16 @@ def test_values_and_gradients_are_those_of_the_full_softmax(chunk_size: int, sof
         logits = torch.tanh(logits / softcap) * softcap
     log_p = (logits / 0.7).log_softmax(-1)
     lists = TokenLists(top_k=4, ids=ids)
-    top, listed = listed_log_probs(hidden, weight, bias, lists, temperature=0.7, softcap=softcap, chunk_size=chunk_size)
+    top, listed, overlap = listed_log_probs(
+        hidden, weight, bias, lists, temperature=0.7, softcap=softcap, chunk_size=chunk_size
+    )
     assert top is not None
     assert listed is not None
     torch.testing.assert_close(listed, log_p.gather(-1, ids))
+    likely = log_p.topk(LISTED).indices
+    assert overlap.tolist() == pytest.approx(
+        [sum(int(n) in set(row) for n in own) / LISTED for own, row in zip(ids, likely.tolist(), strict=True)]
+    )
     expected = log_p.topk(4)
     assert torch.equal(top.ids, expected.indices)
     torch.testing.assert_close(top.log_probs, expected.values)
@@ -75,7 +81,7 @@ def test_the_largest_of_blocks_are_those_of_all_numbers(size: int) -> None:
 
 def test_a_smaller_vocabulary_has_no_token_beyond_it_and_probabilities_that_add_up() -> None:
     hidden, weight, bias, _ = inputs()
-    top, _ = listed_log_probs(hidden, weight, bias, TokenLists(top_k=50, vocab_size=12), temperature=1.0)
+    top, _, _ = listed_log_probs(hidden, weight, bias, TokenLists(top_k=50, vocab_size=12), temperature=1.0)
     assert top is not None
     assert top.ids.shape == (ROWS, 12)
     assert int(top.ids.max()) < 12

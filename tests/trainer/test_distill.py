@@ -9,11 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import load_file
 
 from dovetail.cli.main import main
 from dovetail.config import ConfigError
-from dovetail.trainer.distill import refuse_other_vocabulary
+from dovetail.config.methods import DistillConfig
+from dovetail.observability.run_folder import RunFolder
+from dovetail.protocol import DataProto
+from dovetail.trainer.distill import DistillTrainer, refuse_other_vocabulary, rows_by_teacher
 from dovetail.trainer.run import run_training
 from tests.trainer.toy_run import Toy, repeatable, save_toy_model, train, train_apart
 
@@ -38,12 +42,21 @@ def token_advantages(run: Path, step: int = 1) -> np.ndarray:
     return np.concatenate([row["token_advantages"] for row in rows])
 
 
-@pytest.mark.parametrize("kl", ["sampled", "top_k", "full"])
-def test_the_student_comes_closer_to_its_teacher(toy: Toy, teacher: Path, tmp_path: Path, kl: str) -> None:
+CLAMPED = {"loss_max_clamp": 10.0, "log_prob_min_clamp": -10.0}
+FORWARD = {"kl": "top_k", "divergence": "forward", "other_tokens": "ignored", **CLAMPED}
+WAYS: list[dict[str, Any]] = [{"kl": "sampled"}, {"kl": "top_k"}, FORWARD, {"kl": "full"}]
+
+
+def way_name(way: dict[str, Any]) -> str:
+    return " ".join(str(value) for value in way.values())
+
+
+@pytest.mark.parametrize("way", WAYS, ids=way_name)
+def test_the_student_comes_closer_to_its_teacher(toy: Toy, teacher: Path, tmp_path: Path, way: dict[str, Any]) -> None:
     """Twelve steps, because one cannot show that it learns. The rows have a prompt and nothing else."""
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"say {n}"}) + "\n" for n in range(16)))
-    changes = keys(teacher, kl=kl) | {
+    changes = keys(teacher, **way) | {
         "data.train_files": str(prompts),
         "custom_reward_function.path": None,
         "trainer.total_training_steps": 12,
@@ -54,11 +67,14 @@ def test_the_student_comes_closer_to_its_teacher(toy: Toy, teacher: Path, tmp_pa
     assert found[0] > 0.1
     assert np.mean(found[-3:]) < 0.5 * np.mean(found[:3])
     assert all("critic/score/mean" not in row or row["critic/score/mean"] == 0 for row in rows)
+    if way["kl"] == "top_k":
+        assert rows[-1]["distill/overlap_ratio"] > rows[0]["distill/overlap_ratio"]
+        assert 0 < rows[0]["distill/teacher_mass"] <= 1
 
 
-@pytest.mark.parametrize("kl", ["sampled", "top_k", "full"])
-def test_a_teacher_that_is_the_student_gives_no_signal(toy: Toy, tmp_path: Path, kl: str) -> None:
-    _, rows = train(toy.config(tmp_path, keys(toy.model, kl=kl) | {"trainer.total_training_steps": 1}))
+@pytest.mark.parametrize("way", [*WAYS[:2], FORWARD | {"other_tokens": "as_one"}, WAYS[-1]], ids=way_name)
+def test_a_teacher_that_is_the_student_gives_no_signal(toy: Toy, tmp_path: Path, way: dict[str, Any]) -> None:
+    _, rows = train(toy.config(tmp_path, keys(toy.model, **way) | {"trainer.total_training_steps": 1}))
     assert abs(rows[0]["distill/kl"]) < 1e-6
     assert rows[0]["actor/grad_norm"] < 1e-5
 
@@ -76,6 +92,18 @@ def test_the_task_reward_is_added_to_the_teachers_signal(toy: Toy, teacher: Path
     assert rows[0]["distill/kl"] == pytest.approx(-alone.mean() / 2.0, abs=1e-4)
 
 
+def test_an_estimate_is_a_loss_and_a_clamp_bounds_what_a_token_is_told(toy: Toy, teacher: Path, tmp_path: Path) -> None:
+    one = {"trainer.total_training_steps": 1}
+    for kl in ("k2", "k3"):
+        _, rows = train(toy.config(tmp_path / kl, keys(teacher, kl=kl) | one))
+        assert rows[0]["distill/kl"] > 0.1
+        assert rows[0]["actor/grad_norm"] > 1e-2
+        assert not token_advantages(tmp_path / kl).any()
+    _, rows = train(toy.config(tmp_path / "clamped", keys(teacher, kl_coef=2.0, loss_max_clamp=0.25) | one))
+    assert np.abs(token_advantages(tmp_path / "clamped")).max() == pytest.approx(0.5)
+    assert rows[0]["distill/kl"] > 0.1, "that of the signal before the clamp"
+
+
 def test_all_tokens_of_the_vocabulary_give_the_gradient_that_sampling_estimates(
     toy: Toy, teacher: Path, tmp_path: Path
 ) -> None:
@@ -89,10 +117,15 @@ def test_all_tokens_of_the_vocabulary_give_the_gradient_that_sampling_estimates(
     assert values["top_k"][1] < values["sampled"][1]
 
 
-def test_the_whole_vocabulary_is_all_of_its_tokens_listed(toy: Toy, teacher: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "way", [{}, {"divergence": "forward", "log_prob_min_clamp": -6.0}, {"divergence": "jsd"}], ids=way_name
+)
+def test_the_whole_vocabulary_is_all_of_its_tokens_listed(
+    toy: Toy, teacher: Path, tmp_path: Path, way: dict[str, Any]
+) -> None:
     values = {}
     for kl in ("top_k", "full"):
-        one = keys(teacher, kl=kl, top_k=100000) | {"trainer.total_training_steps": 1}
+        one = keys(teacher, kl=kl, top_k=100000, **way) | {"trainer.total_training_steps": 1}
         _, rows = train(toy.config(tmp_path / kl, one))
         values[kl] = rows[0]["distill/kl"], rows[0]["actor/grad_norm"]
     assert values["full"] == pytest.approx(values["top_k"], rel=1e-4)
@@ -130,6 +163,65 @@ def test_a_resumed_run_is_the_run_that_was_not_stopped(toy: Toy, teacher: Path, 
         load_file(tmp_path / "out" / "model.safetensors")["model.norm.weight"],
         load_file(toy.model / "model.safetensors")["model.norm.weight"],
     )
+
+
+@pytest.mark.parametrize("way", [{"kl": "sampled"}, {"kl": "top_k", "top_k": 5}], ids=way_name)
+def test_each_row_learns_from_the_teacher_that_it_names(
+    toy: Toy, teacher: Path, tmp_path: Path, way: dict[str, Any]
+) -> None:
+    """The first step samples the same responses in all three runs, so a row's divergence is that from its teacher."""
+    third = save_toy_model(tmp_path / "third", seed=2)
+    rows = [{"prompt": f"say {n}", "task": "odd" if n % 2 else "even", "data_source": "toy"} for n in range(16)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    base = {"data.train_files": str(tmp_path / "prompts.jsonl"), "custom_reward_function.path": None}
+    base |= {"trainer.total_training_steps": 1, "actor_rollout_ref.rollout.n": 2}
+    several = {"distill.teacher.path": None, "distill.teacher_key": "task"}
+    several["distill.teachers"] = {"even": str(teacher), "odd": str(third)}
+    runs: dict[str, tuple[DataProto, DataProto]] = {}
+    for name, changes in (
+        ("even", keys(teacher, **way)),
+        ("odd", keys(third, **way)),
+        ("both", keys(teacher, **way) | several),
+    ):
+
+        class Keeping(DistillTrainer):
+            def _score_by_reference(self, ref: Any, batch: DataProto, name: str = name) -> DataProto:
+                runs[name] = batch, super()._score_by_reference(ref, batch)
+                return runs[name][1]
+
+        result = run_training(toy.config(tmp_path / name, base | changes), use_ray=False, trainer_class=Keeping)
+    metrics = RunFolder(result.folder).read_metrics()
+    batch, scored = runs["both"]
+    odd = torch.tensor([task == "odd" for task in batch.non_tensor_batch["task"]])
+    assert 0 < odd.sum() < len(odd)
+    for column, values in scored.tensors.items():
+        ones = {name: runs[name][1].tensors[column] for name in ("odd", "even")}
+        assert torch.equal(values[odd], ones["odd"][odd]), column
+        assert torch.equal(values[~odd], ones["even"][~odd]), column
+        assert not torch.equal(ones["odd"], ones["even"]), column
+    shares = [metrics[0].get(f"distill/kl/{name}") for name in ("odd", "even")]
+    if way["kl"] == "sampled":
+        assert min(shares) < metrics[0]["distill/kl"] < max(shares)
+    else:
+        assert shares == [None, None]
+
+
+def test_rows_without_a_teacher_are_found_before_the_run_starts(toy: Toy, teacher: Path, tmp_path: Path) -> None:
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "say 1", "task": "code"}) + "\n")
+    base = keys(teacher) | {"data.train_files": str(tmp_path / "prompts.jsonl"), "custom_reward_function.path": None}
+    base |= {"data.train_batch_size": 1, f"{A}.ppo_mini_batch_size": 1, "distill.teacher.path": None}
+    for settings, says in (
+        ({"distill.teacher_key": "task", "distill.teachers": {"math": str(teacher)}}, "rows have task=code"),
+        ({"distill.teacher_key": "topic", "distill.teachers": {"math": str(teacher)}}, "topic names no column"),
+        ({"distill.teachers": {"math": str(teacher)}}, "rows have data_source=custom"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            run_training(toy.config(tmp_path / "run", base | settings), use_ray=False)
+    settings = DistillConfig(teachers={"math": "a", "code": "b", "law": "c"})
+    places = rows_by_teacher(["code", "math", "code"], settings)
+    assert {name: rows.tolist() for name, rows in places.items()} == {"math": [1], "code": [0, 2]}
+    with pytest.raises(ValueError, match="rows have data_source=art"):
+        rows_by_teacher(["code", "art"], settings)
 
 
 @pytest.mark.distributed
@@ -183,11 +275,11 @@ def test_another_tokenizer_is_refused_with_the_first_token_that_differs(
     toy: Toy, teacher: Path, tmp_path: Path
 ) -> None:
     config = toy.config(tmp_path, keys(teacher))
-    refuse_other_vocabulary({"a": 0, "b": 1}, {"b": 1, "a": 0}, config)
+    refuse_other_vocabulary({"a": 0, "b": 1}, {"b": 1, "a": 0}, config, "teacher")
     with pytest.raises(
         ConfigError, match=r"'b' has id 2 in the teacher's and id 1 in the student's \(2 entries differ\)"
     ):
-        refuse_other_vocabulary({"a": 0, "b": 1}, {"a": 0, "b": 2}, config)
+        refuse_other_vocabulary({"a": 0, "b": 1}, {"a": 0, "b": 2}, config, "teacher")
     other = shutil.copytree(teacher, tmp_path / "other")
     tokenizer = json.loads((other / "tokenizer.json").read_text())
     vocabulary = tokenizer["model"]["vocab"]
@@ -207,6 +299,10 @@ def test_another_tokenizer_is_refused_with_the_first_token_that_differs(
         ({f"{A}.use_kl_loss": True}, "the teacher is in its place"),
         ({"algorithm.filter_groups.enable": True}, "learns from every token"),
         ({"async_training.mode": "one_step_off"}, "cannot be combined"),
+        ({"distill.teachers": {"a": "x"}}, "keep one of the two"),
+        ({"distill.teacher.path": None, "distill.teachers": {"a": "nowhere"}}, "distill.teachers.a=nowhere"),
+        ({"distill.kl": "full", "distill.teachers": {"a": "x"}}, "use distill.kl=top_k with a large distill.top_k"),
+        ({"distill.kl": "top_k", "distill.other_tokens": "ignored"}, "use distill.divergence=forward"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

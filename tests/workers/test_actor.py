@@ -18,7 +18,9 @@ from dovetail.algorithms import (
     get_policy_loss_selector,
     policy_loss_names,
 )
+from dovetail.algorithms.distillation import listed_divergence
 from dovetail.config.algorithm import RolloutCorrectionConfig
+from dovetail.config.methods import DistillConfig
 from dovetail.models.vocabulary_divergence import OutputLayer, Teacher
 from dovetail.protocol import DataProto
 from dovetail.workers.actor import DataParallelPPOActor
@@ -53,6 +55,7 @@ def build(
     trains: bool = True,
     correction: RolloutCorrectionConfig | None = None,
     teacher: Teacher | None = None,
+    distill: DistillConfig | None = None,
     **changes: Any,
 ) -> DataParallelPPOActor:
     """`changes` are keys of `actor`, or of `model` when they start with `model_`."""
@@ -75,7 +78,7 @@ def build(
         mini_batch_rows=mini_batch_rows,
         log_prob_limit=limit,
         correction=correction,
-        distill_coef=1.0,
+        distill=distill or DistillConfig(),
         teacher=teacher,
     )
 
@@ -345,3 +348,84 @@ def test_a_divergence_beside_advantages_trains_the_sampled_tokens_too(folder: Pa
         actor.update_policy(DataProto.from_dict({**batch.tensors, **columns, **changes}, meta_info=batch.meta_info))
         weights.append(as_numpy(actor.backend.named_weights()))
     assert largest_difference(*weights) > 1e-4
+
+
+TAUGHT = {
+    "top_k forward": DistillConfig(kl="top_k", divergence="forward", other_tokens="ignored", log_prob_min_clamp=-6.0),
+    "top_k jsd": DistillConfig(kl="top_k", divergence="jsd", loss_max_clamp=0.3),
+    "full": DistillConfig(kl="full", loss_max_clamp=2.0),
+    "k2": DistillConfig(kl="k2"),
+    "k3": DistillConfig(kl="k3", kl_coef=0.5, loss_max_clamp=2.0),
+}
+
+
+def taught_batch(settings: DistillConfig) -> tuple[DataProto, Teacher | None]:
+    """Without advantages, so that the teacher alone moves the weights. Its tokens are close to the student's."""
+    generator = torch.Generator().manual_seed(0)
+    batch = rollout_batch()
+    columns = {"advantages": torch.zeros(NUM_ROWS, RESPONSE)}
+    teacher = None
+    if settings.kl == "top_k":
+        columns["teacher_top_ids"] = torch.randint(259, (NUM_ROWS, RESPONSE, 3), generator=generator)
+        columns["teacher_top_log_probs"] = torch.randn(NUM_ROWS, RESPONSE, 3, generator=generator) / 2 - 2.5
+    elif settings.kl == "full":
+        columns["teacher_hidden"] = torch.randn(NUM_ROWS, RESPONSE, 64, generator=generator) / 8
+        layer = OutputLayer(torch.randn(259, 64, generator=generator) * 2)
+        teacher = Teacher(layer, settings.divergence, log_prob_min=settings.log_prob_min_clamp)
+    else:
+        columns["ref_log_prob"] = batch.tensors["ref_noise"] - 5.5
+    return DataProto.from_dict({**batch.tensors, **columns}, meta_info=batch.meta_info), teacher
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
+@pytest.mark.parametrize("name", TAUGHT)
+def test_what_a_teacher_adds_to_the_loss_does_not_depend_on_micro_batches(folder: Path, name: str, mode: str) -> None:
+    settings = TAUGHT[name]
+    batch, teacher = taught_batch(settings)
+    metrics, weights = [], []
+    for rows in (NUM_ROWS, 3):
+        actor = build(folder, distill=settings, teacher=teacher, ppo_micro_batch_size_per_gpu=rows, loss_agg_mode=mode)
+        metrics.append(actor.update_policy(batch))
+        weights.append(as_numpy(actor.backend.named_weights()))
+    assert metrics[1] == pytest.approx(metrics[0], rel=1e-5, abs=1e-6)
+    assert largest_difference(*weights) < TOLERANCE
+    assert metrics[0]["actor/grad_norm"] > 1e-2
+
+
+def test_an_update_reports_the_divergence_and_the_masses_of_the_listed_tokens_by_hand(folder: Path) -> None:
+    """Means over the tokens that count; the divergence is that before the clamp."""
+    settings = TAUGHT["top_k jsd"]
+    batch, _ = taught_batch(settings)
+    own = build(folder, distill=settings)
+    columns, mask = batch.tensors, batch.tensors["response_mask"].bool()
+    size = own.backend.hf_config.vocab_size
+    _, likely, _ = own.top_tokens(batch, top_k=3, vocab_size=size)
+    _, every, of_all = own.top_tokens(batch, top_k=size, vocab_size=size)
+    log_probs = torch.empty_like(of_all).scatter_(-1, every.long(), of_all).gather(-1, columns["teacher_top_ids"])
+    theirs = columns["teacher_top_log_probs"]
+    shared = (columns["teacher_top_ids"].unsqueeze(-1) == likely.unsqueeze(-2)).any(-1).float().mean(-1)
+    expected = {
+        "distill/kl": listed_divergence(log_probs, theirs, "jsd"),
+        "distill/student_mass": log_probs.exp().sum(-1),
+        "distill/teacher_mass": theirs.exp().sum(-1),
+        "distill/overlap_ratio": shared,
+    }
+    metrics = own.update_policy(batch)
+    for name, values in expected.items():
+        assert metrics[name] == pytest.approx(values[mask].mean().item(), rel=1e-5), name
+    assert 0 < metrics["distill/overlap_ratio"] < 1
+    assert expected["distill/kl"][mask].max() > 0.3, "the clamp acts"
+
+
+@pytest.mark.parametrize("kl", ["k2", "k3"])
+def test_an_estimate_is_a_loss_with_the_gradient_of_the_sampled_tokens(folder: Path, kl: str) -> None:
+    """That of the KL term of PPO, which has its own tests: the same weights to the bit."""
+    batch, _ = taught_batch(TAUGHT[kl])
+    settings = DistillConfig(kl=kl, kl_coef=0.5)  # type: ignore[arg-type]
+    taught = build(folder, distill=settings)
+    metrics = taught.update_policy(batch)
+    penalised = build(folder, use_kl_loss=True, kl_loss_coef=0.5, kl_loss_type=kl)
+    expected = penalised.update_policy(batch)
+    assert metrics["distill/kl"] == pytest.approx(expected["actor/kl_loss"])
+    assert metrics["actor/grad_norm"] == expected["actor/grad_norm"] > 0
+    assert largest_difference(*(as_numpy(each.backend.named_weights()) for each in (taught, penalised))) == 0

@@ -295,7 +295,7 @@ def test_with_lora_the_reference_is_the_actor_with_its_adapter_off(models: dict[
     assert groups.critic is not None
     actor.init_model()
     groups.critic.init_model()
-    assert actor.worker.ref.backend is actor.worker.actor.backend
+    assert actor.worker.refs[""].backend is actor.worker.actor.backend
     assert not actor.worker.hybrid.shares_weights
     batch = rollout_batch()
     update(config, groups, batch, here.found)

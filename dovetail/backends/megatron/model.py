@@ -70,6 +70,7 @@ class HeadCall:
             "top_ids": top,
             "top_log_probs": top,
             "listed": 0 if self.listed_ids is None else self.listed_ids.size(-1),
+            "overlap": int(self.listed_ids is not None),
             "hidden": hidden_size if self.need_hidden else 0,
             "divergence": int(self.teacher is not None),
         }
@@ -149,7 +150,7 @@ class RoleModel(GPTModel):
         if call.top_k:
             more += top_tokens(states, weight, shard, call.top_k, call.top_vocab_size, temperature=call.temperature)
         if call.listed_ids is not None:
-            more.append(listed_log_probs(states, weight, shard, call.listed_ids, temperature=call.temperature))
+            more += listed_log_probs(states, weight, shard, call.listed_ids, temperature=call.temperature)
         if call.need_hidden:
             more.append(states)
         if call.teacher is not None:

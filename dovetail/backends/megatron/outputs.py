@@ -17,7 +17,7 @@ from dovetail.models.backbone import predicting_positions
 from dovetail.models.head import TokenLists
 from dovetail.protocol import DataProto
 
-_PLAIN = ("log_probs", "entropy", "best", "sum_squares", "divergence")
+_PLAIN = ("log_probs", "entropy", "best", "sum_squares", "overlap", "divergence")
 """Outputs of one number a token."""
 
 

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dovetail.algorithms.distillation import vocabulary_divergence
 from dovetail.backends.megatron.vocab_parallel import NEVER, VocabShard, hide_padding, own_columns, scaled_logits
-from dovetail.models.head import chunk_logits, default_chunk_size, largest
+from dovetail.models.head import chunk_logits, default_chunk_size, largest, overlap
 from dovetail.models.vocabulary_divergence import TENSORS_HELD, OutputLayer, Teacher
 
 
@@ -43,15 +43,25 @@ def top_tokens(
     return torch.cat(ids), torch.cat(log_probs)
 
 
-def listed_log_probs(hidden: Tensor, weight: Tensor, shard: VocabShard, ids: Tensor, *, temperature: float) -> Tensor:
-    """`[N, k]` float32: log-probs of the tokens `ids`."""
+def listed_log_probs(
+    hidden: Tensor, weight: Tensor, shard: VocabShard, ids: Tensor, *, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """`[N, k]` float32 log-probs of the tokens `ids`, and `[N, 1]` the share of them among the k most likely ones."""
+    rows, overlaps = default_chunk_size(weight), list[Tensor]()
+    num_chunks = len(hidden.split(rows))
 
     def listed(part: Tensor, wanted: Tensor) -> Tensor:
         mine, columns = own_columns(wanted.long(), shard)
         log_p = _log_softmax(scaled_logits(part, weight, shard, temperature), shard)
-        return reduce_from_tensor_model_parallel_region(log_p.gather(-1, columns) * mine, group=shard.group)
+        found = reduce_from_tensor_model_parallel_region(log_p.gather(-1, columns) * mine, group=shard.group)
+        if len(overlaps) < num_chunks:  # not again in backward
+            best, _ = largest(log_p.detach(), min(wanted.size(-1), log_p.size(-1)))
+            best = _from_all(best, shard.group).topk(wanted.size(-1)).values
+            overlaps.append(overlap(found, best).unsqueeze(-1))
+        return found
 
-    return _in_chunks(listed, hidden, ids, default_chunk_size(weight))
+    log_probs = _in_chunks(listed, hidden, ids, rows)
+    return log_probs, torch.cat(overlaps)
 
 
 def divergence_from(
@@ -65,7 +75,7 @@ def divergence_from(
         log_p = _log_softmax(scaled_logits(part, weight, shard, temperature), shard)
         with torch.no_grad():
             log_q = _log_softmax(_teacher_logits(teachers, teacher.layer, shard, temperature), shard)
-        own = vocabulary_divergence(log_p, log_q, teacher.divergence)
+        own = vocabulary_divergence(log_p, log_q, teacher.divergence, teacher.log_prob_min)
         return reduce_from_tensor_model_parallel_region(own.unsqueeze(-1), group=shard.group)
 
     return _in_chunks(of_chunk, hidden, teacher.hidden, max(1, default_chunk_size(weight) // TENSORS_HELD))

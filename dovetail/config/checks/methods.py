@@ -31,8 +31,17 @@ def _distillation(run: Examined) -> Findings:
     config = run.config
     if not config.distills:
         return
-    if not config.distill.teacher.path:
+    if not config.distill.teacher.path and not config.distill.teachers:
         yield run.error("<trainer.method> needs a teacher and @distill.teacher.path is not set; give its folder.")
+    if config.distill.teacher.path and config.distill.teachers:
+        yield run.error(
+            "<distill.teacher.path> scores all rows, <distill.teachers> those that choose them; keep one of the two."
+        )
+    if config.distill.teachers and config.distill.kl == "full":
+        yield run.error(
+            "<distill.kl> compares with the output layer of one teacher, and there are several in @distill.teachers; "
+            "use @distill.kl=top_k with a large @distill.top_k."
+        )
     for key, off, why in (
         ("actor.use_kl_loss", False, "punishes the KL to a reference, and the teacher is in its place"),
         ("algorithm.use_kl_in_reward", False, "punishes the KL to a reference, and the teacher is in its place"),
@@ -41,6 +50,14 @@ def _distillation(run: Examined) -> Findings:
     ):
         if run.value(key) != off:
             yield run.error(f"<{key}> with <trainer.method> {why}; use @{key}={off}.")
+    if (config.distill.kl, config.distill.other_tokens) == (
+        "top_k",
+        "ignored",
+    ) and config.distill.divergence != "forward":
+        yield run.error(
+            "<distill.other_tokens> with <distill.divergence> is made small by moving probability out of the list; use "
+            "@distill.divergence=forward, or @distill.other_tokens=as_one."
+        )
     if config.distill.kl_coef == 0:
         yield run.warning("<distill.kl_coef> learns nothing from the teacher; use 1.0, or `dovetail train`.")
 

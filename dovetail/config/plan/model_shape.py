@@ -124,7 +124,8 @@ class Shapes:
     critic: ModelShape | None = None
     reward: ModelShape | None = None
     teacher: ModelShape | None = None
-    """Of distillation, where it is the reference."""
+    """Of distillation, where it is the reference; the largest of several."""
+    other_teachers: tuple[ModelShape, ...] = ()
     notices: tuple[str, ...] = ()
 
 
@@ -151,11 +152,13 @@ def read_shapes(config: DovetailConfig) -> Shapes:
         value = policy if same else read("critic.model.path", critic.config_path, critic.override_config)
     if reward.enable and reward.model.path:
         score = read("reward_model.model.path", reward.model.path, reward.model.override_config)
-    teacher = None
-    if config.distills:
-        reference = config.reference_model
-        teacher = read("distill.teacher.path", reference.path, reference.override_config)
-    return Shapes(policy, value, score, teacher, tuple(notices))
+    teachers: list[ModelShape] = []
+    for name, reference in config.reference_models.items() if config.distills else ():
+        key = f"distill.teachers.{name}" if name else "distill.teacher.path"
+        if (shape := read(key, reference.path, reference.override_config)) is not None:
+            teachers.append(shape)
+    teachers.sort(key=lambda shape: shape.parameters, reverse=True)
+    return Shapes(policy, value, score, teachers[0] if teachers else None, tuple(teachers[1:]), tuple(notices))
 
 
 def read_model_shape(folder: str | Path, changes: Raw | None = None) -> ModelShape:

@@ -122,6 +122,8 @@ def role_memories(
         if "ref" in layouts and reference is not None:
             memory = _role_memory(ref, layouts["ref"], reference)
             roles["ref"] = replace(memory, fused_head=fused)
+            for number, teacher in enumerate(shapes.other_teachers, 2):
+                roles[f"ref {number}"] = _role_memory(ref, layouts["ref"], teacher)
     if "critic" in layouts and shapes.critic is not None:
         shape = _with_value_head(shapes.critic)
         roles["critic"] = _role_memory(critic, layouts["critic"], shape, critic.optim, critic.model)

@@ -31,7 +31,6 @@ _REFUSED: tuple[tuple[str, str, tuple[object, ...]], ...] = (
     (_MUON, "*.optim.muon_coefficient_type", ("quintic",)),
     (_MUON, "*.optim.muon_scalar_optimizer", ("adam",)),
     ("`muon_adjust_lr_fn=match_rms_adamw` does that", "*.optim.muon_match_adamw_update_rms", (False,)),
-    ("a teacher is `distill.teacher.path` of `dovetail distill`", "distillation.enabled", (False,)),
     ("`actor_rollout_ref.actor.loss_scale_factor` is that of both losses", "critic.loss_scale_factor", ()),
     (_FULL_PRECISION, "*.qat.enable", (False,)),
     (
@@ -136,7 +135,7 @@ _UNUSED: tuple[tuple[str, str], ...] = (
     ("devices keep their role for the whole run", "async_training.*dynamic_*"),
     ("the engine schedules its own requests", "async_training.concurrent_samples_per_replica"),
     ("scores are always asynchronous", "*.use_reward_loop *.launch_reward_fn_async *.enable_reward_queue"),
-    ("a teacher is `distill.teacher.path` of `dovetail distill`", "distillation.*"),
+    ("`distillation.enabled=True` reads it", "distillation.*"),
     (
         "checkpoints hold the base model too; `dovetail export --adapter` writes the adapter alone, and "
         "`trainer.max_actor_ckpt_to_keep` limits how many are kept",

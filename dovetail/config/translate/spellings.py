@@ -13,7 +13,7 @@ from typing import Any
 
 from dovetail.config.keys import catalogue
 from dovetail.config.root import DovetailConfig
-from dovetail.config.translate import asynchronous, backends, engines
+from dovetail.config.translate import asynchronous, backends, distillation, engines
 from dovetail.config.translate.groups import GROUP_RULES, GROUP_SPELLINGS, Translated
 
 
@@ -150,6 +150,7 @@ OTHER_SPELLINGS = (
     *backends.SPELLINGS,
     *asynchronous.SPELLINGS,
     *engines.SPELLINGS,
+    *distillation.SPELLINGS,
 )
 """For the documents: written as, read as, why."""
 
@@ -169,7 +170,7 @@ def translate(leaves: Mapping[str, Any]) -> Translated:
         if new != key and (value := done.leaves.pop(key)) is not None:
             done.notice(key, f"{key} is read as {new}" + (f": {why}." if why else "."))
             done.put(new, value, key)
-    for rule in (*asynchronous.RULES, *engines.RULES, *backends.RULES, *GROUP_RULES):
+    for rule in (*asynchronous.RULES, *engines.RULES, *backends.RULES, *distillation.RULES, *GROUP_RULES):
         rule(done)
     for key, spellings in VALUE_SPELLINGS.items():
         value = done.leaves.get(key)

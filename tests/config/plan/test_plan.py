@@ -12,6 +12,7 @@ from dovetail.config import load_config
 from dovetail.config.plan import Plan, Shapes, make_plan, read_shapes, shape_from_config
 from dovetail.config.plan.batches import PassBatches
 from dovetail.config.plan.memory import PhaseMemory
+from dovetail.config.plan.model_shape import ModelShape
 from tests.config.plan import known_models as known
 
 pytestmark = pytest.mark.unit
@@ -165,6 +166,24 @@ def test_a_teacher_of_its_own_devices_leaves_its_output_layer_with_the_student()
     assert update(*apart, "distill.kl=top_k").items["waiting roles"] == 0
     # On shared devices the sharded teacher waits there too.
     assert update().items["waiting roles"] == pytest.approx(layer + 2 * 32_763_876_352 / 8)
+
+
+def test_of_several_teachers_one_computes_and_all_wait() -> None:
+    keys = ["trainer.method=distill", "distill.teachers.a=x", "distill.teachers.b=y", f"{A}.use_dynamic_bsz=True"]
+    shape, large, small = map(shape_from_config, (known.QWEN2_5_7B, known.QWEN2_5_32B, known.QWEN2_5_7B))
+    config = load_config(overrides=keys).config
+
+    def waiting(*others: ModelShape, offload: bool = False) -> tuple[float, float]:
+        plan = make_plan(
+            load_config(overrides=[*keys, f"actor_rollout_ref.ref.fsdp_config.param_offload={offload}"]).config,
+            Shapes(shape, teacher=large, other_teachers=others),
+        )
+        assert plan.memory is not None
+        return phase_of(plan, "update actor").items["waiting roles"], plan.memory.host_bytes_per_node
+
+    assert waiting(small)[0] - waiting()[0] == pytest.approx(2 * small.parameters / config.trainer.world_size)
+    assert waiting(small, offload=True)[0] == waiting(offload=True)[0]
+    assert waiting(small, offload=True)[1] - waiting(offload=True)[1] == pytest.approx(2 * small.parameters)
 
 
 def test_following_the_advice_for_logits_makes_the_phase_smaller() -> None:
