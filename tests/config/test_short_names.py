@@ -91,6 +91,8 @@ def test_usual_names_are_refused_with_the_name_that_they_have_here() -> None:
         key = here.partition(" ")[0]
         assert key in SHORT_NAMES or find_key(DovetailConfig, key), key
     assert not USUAL_NAMES.keys() & OPENRLHF_NAMES.keys()
+    with pytest.raises(ConfigError, match=r"--rollout\.batch_size is not a known key; that is data\.train_batch_size"):
+        load_config(overrides=["--rollout.batch_size", "128"])  # as in a launch list of OpenRLHF
     with pytest.raises(ConfigError, match="that is steps here"):
         load_config(values={"trainer": {"max_steps": 3}})
 
