@@ -60,6 +60,8 @@ USUAL_NAMES: dict[str, str] = {
     "use_liger_kernel": "actor_rollout_ref.model.use_fused_kernels",
     "loss_type": f"{_ACTOR}.loss_agg_mode",
     "importance_sampling_level": f"{_ACTOR}.policy_loss.loss_mode (gspo for sequence)",
+    "use_bias_correction_kl": f"{_ACTOR}.kl_loss_type (k3_unbiased)",
+    "off_policy_mask_threshold": f"{_ACTOR}.policy_loss.off_policy_mask_threshold",
     "delta": f"{_ACTOR}.clip_ratio_c",
     "steps_per_generation": f"{_ACTOR}.ppo_mini_batch_size (prompts per optimizer step)",
     "generation_batch_size": "data.train_batch_size (prompts, not responses)",
