@@ -57,6 +57,7 @@ USUAL_NAMES: dict[str, str] = {
     "vllm_mode": "actor_rollout_ref.rollout.mode",
     "vllm_gpu_memory_utilization": "actor_rollout_ref.rollout.gpu_memory_utilization",
     "vllm_importance_sampling_correction": "algorithm.rollout_correction.rollout_is",
+    "cast_lm_head_to_fp32": "actor_rollout_ref.rollout.fp32_lm_head",
     "use_liger_kernel": "actor_rollout_ref.model.use_fused_kernels",
     "loss_type": f"{_ACTOR}.loss_agg_mode",
     "importance_sampling_level": f"{_ACTOR}.policy_loss.loss_mode (gspo for sequence)",
