@@ -173,8 +173,8 @@ class DataParallelPPOActor:
         self.num_updates += 1
         metrics = log.result()
         if _RATIO_SQUARE in metrics:
-            square = metrics.pop(_RATIO_SQUARE)
-            metrics["rollout_corr/eff_sample_size"] = metrics.pop(_RATIO) ** 2 / square if square else 0.0
+            ratio, square = metrics.pop(_RATIO), metrics.pop(_RATIO_SQUARE)
+            metrics["rollout_corr/eff_sample_size"] = ratio**2 / square if square else 0.0
         if self.config.use_kl_loss:
             metrics["actor/kl_coef"] = self.config.kl_loss_coef
         return PolicyUpdate(metrics, None if old_log_probs is None else old_log_probs.cpu())

@@ -199,6 +199,15 @@ def test_the_gap_to_the_engine_measured_in_an_update_is_the_one_of_a_pass_of_its
     assert 0 < expected_size < 1
 
 
+def test_the_mismatch_of_an_update_that_keeps_no_token_is_0_under_its_usual_names(folder: Path) -> None:
+    actor, batch = build(folder), rollout_batch()
+    engine = actor.compute_log_prob(batch)[0]
+    columns = {**batch.tensors, "response_mask": torch.zeros(NUM_ROWS, RESPONSE), "rollout_log_probs": engine}
+    found = actor.update_policy(DataProto.from_dict(columns, meta_info=batch.meta_info))
+    mismatch = {name: value for name, value in found.items() if name.startswith("rollout_corr/")}
+    assert mismatch == {f"rollout_corr/{name}": 0.0 for name in ("kl", "k3_kl", "probs_diff_mean", "eff_sample_size")}
+
+
 def _sampled_by_an_engine(policy: Tensor, shift: Tensor) -> DataProto:
     """An update of two optimizer steps, whose old log-probs are the policy's own; the engine's are `shift` higher."""
     batch = with_old_log_probs(rollout_batch(), policy)
