@@ -7,11 +7,12 @@ from collections.abc import Mapping
 
 ADV_ESTIMATORS = (
     *("gae", "grpo", "grpo_vectorized", "grpo_passk", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax"),
-    *("rloo", "rloo_vectorized", "opo", "gpg", "gdpo", "optimal_token_baseline", "tir_optimal_token_baseline"),
+    *("rloo", "rloo_vectorized", "opo", "gpg", "gdpo", "max_rl"),
+    *("optimal_token_baseline", "tir_optimal_token_baseline"),
 )
 POLICY_LOSSES = (
     *("vanilla", "reinforce", "gspo", "cispo", "geo_mean", "sapo", "gpg", "dro", "clip_cov", "kl_cov"),
-    *("dppo_tv", "dppo_kl"),
+    *("dppo_tv", "dppo_kl", "vespo"),
 )
 REWARD_MANAGERS = ("naive", "dapo", "batch", "prime", "rate_limited")
 ENGINES = ("native", "vllm", "sglang")

@@ -24,9 +24,9 @@ from dovetail.algorithms import (
     register_policy_loss,
 )
 from dovetail.algorithms import registry as tables
-from dovetail.algorithms.kl import KL_PENALTIES
+from dovetail.algorithms.kl import KL_PENALTIES, UNBIASED_KL
 from dovetail.config import ConfigError, load_config, names
-from dovetail.config.actor import KLEstimator
+from dovetail.config.actor import KLEstimator, KLLossEstimator
 
 pytestmark = pytest.mark.unit
 
@@ -130,6 +130,7 @@ def test_estimators_and_losses_are_those_of_the_registries() -> None:
 
 def test_kl_estimators_are_those_of_the_algorithms_with_and_without_a_plus() -> None:
     assert set(get_args(KLEstimator)) == {*KL_PENALTIES, *(f"{name}+" for name in KL_PENALTIES)}
+    assert set(get_args(KLLossEstimator)) == {*get_args(KLEstimator), UNBIASED_KL}
 
 
 def test_an_unknown_tracker_is_refused_with_the_one_that_was_meant() -> None:
