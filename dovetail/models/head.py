@@ -119,7 +119,7 @@ def adds_in_product(device: torch.device, dtype: torch.dtype) -> bool:
     the product. CUDA only, in releases with https://github.com/pytorch/pytorch/pull/167931. Tried on a small one."""
     if device.type != "cuda":
         return False
-    total = torch.arange(128.0, device=device).view(16, 8) + 0.25
+    total = torch.arange(128, dtype=torch.float32, device=device).view(16, 8) + 0.25
     left = (torch.arange(512, device=device) % 3).view(32, 16).to(dtype)
     right = (torch.arange(256, device=device) % 5).view(32, 8).to(dtype)
     expected = total + torch.mm(left.t(), right, out_dtype=torch.float32)  # small integers and quarters: exact
