@@ -10,10 +10,11 @@ the same text, too. Columns of the row are looked up in `extra_info`.
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
+
+from dovetail.config.wording import did_you_mean
 
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
@@ -147,8 +148,7 @@ def _refuse_missing(signature: inspect.Signature, given: Iterable[str], columns:
     required = (name for name in _names(signature) if signature.parameters[name].default is inspect.Parameter.empty)
     missing = [name for name in required if name not in known]
     if missing:
-        close = difflib.get_close_matches(missing[0], map(str, known), n=1)
-        hint = f" Did you mean {close[0]}?" if close else ""
+        hint = did_you_mean(missing[0], known)
         named = ", ".join(sorted(map(str, columns))) or "no other columns"
         raise MissingColumnError(f"the reward function asks for {', '.join(missing)}; the row has {named}.{hint}")
 
