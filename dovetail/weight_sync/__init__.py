@@ -15,7 +15,7 @@ from dovetail.weight_sync.checksum import (
     tensor_checksum,
     weight_checksum,
 )
-from dovetail.weight_sync.disk import DiskVersion, DiskWeights
+from dovetail.weight_sync.disk import write_version
 from dovetail.weight_sync.group import GroupAddress, GroupFailedError
 from dovetail.weight_sync.sharding_manager import (
     FSDPSGLangShardingManager,
@@ -45,8 +45,6 @@ __all__ = [
     "BroadcastFailedError",
     "Bucket",
     "BucketEntry",
-    "DiskVersion",
-    "DiskWeights",
     "ExpectedWeights",
     "FSDPSGLangShardingManager",
     "FSDPVLLMShardingManager",
@@ -74,4 +72,5 @@ __all__ = [
     "tensor_checksum",
     "weight_checksum",
     "write_peft_folder",
+    "write_version",
 ]

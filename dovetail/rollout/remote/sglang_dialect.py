@@ -32,7 +32,6 @@ from dovetail.rollout.remote.samples import Part, RemoteSample
 from dovetail.weight_sync import (
     Announcements,
     Bucket,
-    DiskVersion,
     ExpectedWeights,
     GroupAddress,
     WeightAccount,
@@ -172,11 +171,11 @@ class SGLangDialect(Dialect):
         # Also before: a request that ended a moment ago may still be pending.
         await self.forget_caches(server)
 
-    async def load_from_disk(self, server: str, saved: DiskVersion, expected: ExpectedWeights) -> None:
+    async def load_from_disk(self, server: str, folder: Path, expected: ExpectedWeights) -> None:
         await self.begin_update(server, expected)
         # An update that flushes the cache itself ends the server if a request is pending: `forget_caches` does it.
         # The format is named, because it would take the one it was started with: dummy, usually.
-        body = {"model_path": str(saved.folder), "load_format": "auto", "flush_cache": False}
+        body = {"model_path": str(folder), "load_format": "auto", "flush_cache": False}
         try:
             await self._post(server, "/update_weights_from_disk", body)
         except ServerError as error:

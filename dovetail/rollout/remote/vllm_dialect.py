@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from dovetail.rollout.base import ALL_TAGS, LogprobsMode, MemoryTag, WeightUpdateError
@@ -21,7 +22,7 @@ from dovetail.rollout.remote.dialect import (
     understood,
 )
 from dovetail.rollout.remote.samples import Part, RemoteSample
-from dovetail.weight_sync import DiskVersion, ExpectedWeights, GroupAddress
+from dovetail.weight_sync import ExpectedWeights, GroupAddress
 
 EXTENSION = "dovetail.rollout.remote.vllm_extension.ServerExtension"
 _HOW_TO = f"start it with VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls {EXTENSION}"
@@ -133,10 +134,10 @@ class VLLMDialect(Dialect):
         query = {} if set(tags) == set(ALL_TAGS) else {"tags": next(iter(tags))}
         await self.client.post(f"{server}/wake_up", query=query, timeout_s=_LONG_S)
 
-    async def load_from_disk(self, server: str, saved: DiskVersion, expected: ExpectedWeights) -> None:
+    async def load_from_disk(self, server: str, folder: Path, expected: ExpectedWeights) -> None:
         await self.begin_update(server, expected)
         problem: str | None = None
-        for file in sorted(saved.folder.glob("*.safetensors")):
+        for file in sorted(folder.glob("*.safetensors")):
             problem = problem or _first_problem(await self._call(server, "dovetail_load_file", (str(file),)))
         missing = await self.finish_update(server)
         if problem or missing:
