@@ -13,7 +13,6 @@ from dovetail.weight_sync.checksum import (
     WeightMismatchError,
     require_equal,
     tensor_checksum,
-    weight_checksum,
 )
 from dovetail.weight_sync.disk import write_version
 from dovetail.weight_sync.group import GroupAddress, GroupFailedError
@@ -70,7 +69,6 @@ __all__ = [
     "require_equal",
     "shared_memory_buckets",
     "tensor_checksum",
-    "weight_checksum",
     "write_peft_folder",
     "write_version",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import functools
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -21,17 +21,6 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 class WeightMismatchError(RuntimeError):
     """Two sides that must hold equal weights do not. The message names the tensors."""
-
-
-def weight_checksum(
-    weights: NamedTensors, sample: Collection[str] | None = None, *, dtype: torch.dtype | None = None
-) -> dict[str, str]:
-    """Checksum by name, of the tensors named in `sample` (None: all), rounded to `dtype` first if given.
-
-    The whole stream is taken even so: a sharded source gathers collectively.
-    """
-    wanted = None if sample is None else frozenset(sample)
-    return {name: tensor_checksum(tensor, dtype) for name, tensor in weights if wanted is None or name in wanted}
 
 
 def tensor_checksum(tensor: Tensor, dtype: torch.dtype | None = None) -> str:

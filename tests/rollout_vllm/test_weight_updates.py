@@ -14,8 +14,9 @@ from dovetail.rollout.base import EngineError, GenerationRequest, SamplingParams
 from dovetail.rollout.registry import get_engine_class
 from dovetail.rollout.vllm import VLLMEngine, VLLMSettings, weight_calls
 from dovetail.rollout.vllm_worker import extension
-from dovetail.weight_sync import tensor_checksum, weight_checksum
+from dovetail.weight_sync import tensor_checksum
 from dovetail.workers.parity import PASS_MARKS
+from tests.checksums import weight_checksum
 from tests.models.tiny import save_tiny_model, tiny_model
 from tests.rollout_vllm.conftest import FAMILIES, small_settings
 from tests.rollout_vllm.reference import check_misfits, check_versions, greedy, log_probs, mean_gap

@@ -17,10 +17,10 @@ from dovetail.weight_sync import (
     iter_buckets,
     require_equal,
     tensor_checksum,
-    weight_checksum,
     write_version,
 )
 from dovetail.weight_sync.buckets import Bucket, entries_of
+from tests.checksums import weight_checksum
 from tests.models.tiny import tiny_config, tiny_model
 
 pytestmark = pytest.mark.unit
@@ -215,13 +215,6 @@ def test_a_device_computes_the_same_checksum(dtype: torch.dtype, size: int) -> N
 
 def test_minus_zero_is_zero() -> None:
     assert tensor_checksum(torch.tensor([0.0])) == tensor_checksum(torch.tensor([-0.0]))
-
-
-def test_checksums_cover_only_the_sample() -> None:
-    names = [f"layer.{number}" for number in range(50)]
-    weights = [(name, torch.zeros(1)) for name in names]
-    assert sorted(weight_checksum(weights, names[:5])) == names[:5]
-    assert len(weight_checksum(weights)) == 50
 
 
 def test_a_difference_names_the_tensor_and_an_empty_comparison_proves_nothing() -> None:
