@@ -28,13 +28,11 @@ class ServerInfo:
     model. `deterministic`: seeds of requests fix what is sampled, by a sampler of SGLang's own.
     """
 
-    model: str
     max_model_len: int
     logprobs: LogprobsMode
     weight_version: int | None = None
     takes_no_weights: str = ""
     num_workers: int = 1
-    dtype: str = ""
     kv_cache_bytes: int = 0
     shape: Mapping[str, Any] = field(default_factory=dict)
     deterministic: bool = False

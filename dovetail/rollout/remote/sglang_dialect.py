@@ -75,13 +75,11 @@ class SGLangDialect(Dialect):
             self._server_info[server] = await self.client.get(f"{server}/server_info")
         own = self._server_info[server]
         with understood(server, answer):
-            model = str(answer["model_path"])
             shape = {"model_type": answer["model_type"]} if answer.get("model_type") else {}
             version = _version(answer["weight_version"])
         with understood(server, own):
             usage = (own.get("internal_states") or [{}])[0].get("memory_usage", {})
             return ServerInfo(
-                model,
                 self._max_model_len,
                 self._logprobs,
                 weight_version=version,

@@ -42,24 +42,21 @@ class VLLMDialect(Dialect):
         answer = await self.client.get(f"{server}/v1/models")
         with understood(server, answer):
             card = answer["data"][0]
-            model, max_model_len = str(card["id"]), int(card["max_model_len"])
-        self._models[server] = model
+            self._models[server], max_model_len = str(card["id"]), int(card["max_model_len"])
         try:
             extended = await self._call(server, "dovetail_server_info")
         except ServerError as error:
             if error.status == 404 or "dovetail_server_info" in error.body:
                 why = f"the server {server} takes no weights: {_HOW_TO}"
-                return ServerInfo(model, max_model_len, "raw", takes_no_weights=why)
+                return ServerInfo(max_model_len, "raw", takes_no_weights=why)
             raise
         with understood(server, extended):
             first = extended[0]
             return ServerInfo(
-                model,
                 max_model_len,
                 await self._logprobs(server, first["logprobs"]),
                 weight_version=_common_version(extended),
                 num_workers=int(first["num_workers"]),
-                dtype=first["dtype"],
                 kv_cache_bytes=sum(int(size) for size in await self._call(server, "dovetail_kv_cache_bytes")),
                 shape=first["shape"],
             )
