@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any
 
 from dovetail.rollout.base import (
+    Deliver,
     FinishReason,
     GenerationRequest,
     GenerationResult,
@@ -14,14 +15,12 @@ from dovetail.rollout.base import (
 )
 from dovetail.rollout.request_rules import base_seed, stop_tokens
 from dovetail.rollout.response import GrowingResponse
+from dovetail.rollout.stream import FailedRequest
 
 _MAX_SEED = 2**63 - 1
 
 
-Deliver: TypeAlias = Callable[[GenerationResult], None]
-
-
-def ignore(result: GenerationResult) -> None:
+def ignore(result: GenerationResult | FailedRequest) -> None:
     """Deliver to nobody."""
 
 
