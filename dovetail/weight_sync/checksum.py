@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor
 
+from dovetail.config.wording import name_some
 from dovetail.weight_sync.stream import NamedTensors
 
-_MAX_NAMED = 8
 _BLOCK = 1 << 16
 # Blocks of one launch, whose products in 64 bits take 32 MiB; on a CPU no more than its cache holds.
 _AT_ONCE = {"cpu": 4}
@@ -101,8 +101,6 @@ def require_equal(sent: Mapping[str, str], held: Mapping[str, str], *, where: st
         raise WeightMismatchError(f"no tensor could be compared with {where}; the checksums prove nothing.")
     different = sorted(name for name in shared if sent[name] != held[name])
     if different:
-        more = f" and {len(different) - _MAX_NAMED} more" if len(different) > _MAX_NAMED else ""
         raise WeightMismatchError(
-            f"{len(different)} of {len(shared)} compared tensors differ in {where}: "
-            f"{', '.join(different[:_MAX_NAMED])}{more}."
+            f"{len(different)} of {len(shared)} compared tensors differ in {where}: {name_some(different, 8)}."
         )

@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 
 import torch
 
+from dovetail.controller.rendezvous import LOOPBACK
 from dovetail.rollout.base import EngineError, WeightUpdateError
 from dovetail.rollout.loop_thread import LoopThread
 from dovetail.rollout.remote.client import ServerError
@@ -33,7 +34,7 @@ from dovetail.weight_sync import (
     shared_memory_buckets,
     write_version,
 )
-from dovetail.weight_sync.group import LOOPBACK, GroupBackend, address_towards
+from dovetail.weight_sync.group import GroupBackend, address_towards
 
 logger = logging.getLogger(__name__)
 

@@ -67,7 +67,7 @@ class VLLMEngine(RolloutEngine):
 
     def __init__(self, settings: VLLMSettings, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> None:
         self._cpu = runs_on_cpu()
-        self.vllm_version = prepare(cpu=self._cpu)
+        prepare(cpu=self._cpu)
         self.settings = settings
         self._bucket_bytes = bucket_bytes
         self._expected = expected_weights(settings.model, **settings.model_args)
