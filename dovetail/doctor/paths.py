@@ -96,7 +96,7 @@ def collectives(site: Site, stage: Stage) -> str:
     group = RayWorkerGroup(pool, RayClassWithInitArgs(CollectivesWorker))
     megabytes = 256 if site.on_cuda else 64
     try:
-        seen = group.measure(megabytes * 1024**2, 120.0)
+        seen = group.measure(megabytes * 1024**2)
     finally:
         group.release()
     if site.num_devices == 1:

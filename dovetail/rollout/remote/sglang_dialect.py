@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from dovetail.config.units import GIB
 from dovetail.rollout.base import EngineError, LogprobsMode, MemoryTag, WeightUpdateError
 from dovetail.rollout.remote.client import ServerError
 from dovetail.rollout.remote.dialect import (
@@ -43,7 +44,6 @@ _FLUSH_TRIES = 150
 _FLUSH_PAUSE_S = 0.1
 _MAX_SEED = 2**31 - 1
 _MAX_READ_BACK = 8, 1 << 18  # tensors, and elements of each: SGLang spells them out as numbers
-_GIB = 1024**3
 
 
 class SGLangDialect(Dialect):
@@ -84,7 +84,7 @@ class SGLangDialect(Dialect):
                 self._logprobs,
                 weight_version=version,
                 num_workers=int(own["tp_size"]) * int(own.get("pp_size", 1)),
-                kv_cache_bytes=int(float(usage.get("kvcache", 0.0)) * _GIB),
+                kv_cache_bytes=int(float(usage.get("kvcache", 0.0)) * GIB),
                 shape=shape,
                 deterministic=bool(own.get("enable_deterministic_inference")),
             )

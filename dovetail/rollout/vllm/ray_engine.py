@@ -64,7 +64,7 @@ _BATCH_S = 0.05
 
 
 class Progress(NamedTuple):
-    results: list[GenerationResult | FailedRequest]
+    results: list[GenerationResult]
     num_tokens: int
     paused: bool
 
@@ -82,7 +82,7 @@ class EngineActor:
     def __init__(self, settings: VLLMSettings, bucket_bytes: int) -> None:
         self._settings = settings
         self._bucket_bytes = bucket_bytes
-        self._results: queue.SimpleQueue[GenerationResult | FailedRequest] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[GenerationResult] = queue.SimpleQueue()
         self._arrived: list[tuple[str, torch.Tensor]] = []
 
     def start(self) -> None:

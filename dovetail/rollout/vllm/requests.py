@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from dovetail.rollout.base import (
-    Deliver,
     FinishReason,
     GenerationRequest,
     GenerationResult,
@@ -15,12 +14,15 @@ from dovetail.rollout.base import (
 )
 from dovetail.rollout.request_rules import base_seed, stop_tokens
 from dovetail.rollout.response import GrowingResponse
-from dovetail.rollout.stream import FailedRequest
 
 _MAX_SEED = 2**63 - 1
 
 
-def ignore(result: GenerationResult | FailedRequest) -> None:
+Deliver: TypeAlias = Callable[[GenerationResult], None]
+"""These engines end every request with a result; `rollout.base.Deliver` also takes requests that failed."""
+
+
+def ignore(result: GenerationResult) -> None:
     """Deliver to nobody."""
 
 
