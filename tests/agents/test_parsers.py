@@ -305,5 +305,5 @@ def test_users_register_formats_and_unknown_ones_are_named(monkeypatch: pytest.M
 
     tokenizer = family_tokenizer("smollm2")
     assert turn_parser("shout", tokenizer)(tokenizer.encode("HEY"))[1] == [ToolCall("HEY", {})]
-    with pytest.raises(ValueError, match=r"multi_turn\.format=xml is not known; use one of hermes"):
+    with pytest.raises(ValueError, match=r"multi_turn\.format=xml is not known\. Use one of hermes"):
         turn_parser("xml", tokenizer)

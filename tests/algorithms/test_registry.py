@@ -48,9 +48,9 @@ def test_every_estimator_and_loss_of_the_design_is_there() -> None:
 
 
 def test_an_unknown_name_suggests_the_nearest_and_lists_all() -> None:
-    with pytest.raises(ValueError, match=r"Unknown advantage estimator 'grppo'. Did you mean 'grpo'\?.*gae.*rloo"):
+    with pytest.raises(ValueError, match=r"Unknown advantage estimator 'grppo'. Did you mean grpo\?.*gae.*rloo"):
         get_adv_estimator_fn("grppo")
-    with pytest.raises(ValueError, match=r"Unknown policy loss 'vanila'. Did you mean 'vanilla'\?.*cispo.*sapo"):
+    with pytest.raises(ValueError, match=r"Unknown policy loss 'vanila'. Did you mean vanilla\?.*cispo.*sapo"):
         get_policy_loss_fn("vanila")
     with pytest.raises(ValueError, match="Unknown policy loss"):
         get_policy_loss_selector("nothing like it")
@@ -134,9 +134,9 @@ def test_kl_estimators_are_those_of_the_algorithms_with_and_without_a_plus() -> 
 
 
 def test_an_unknown_tracker_is_refused_with_the_one_that_was_meant() -> None:
-    with pytest.raises(ConfigError, match=r"trainer\.logger=consle is not built in; did you mean console\?"):
+    with pytest.raises(ConfigError, match=r"trainer\.logger=consle is not built in\. Did you mean console\?"):
         load_config(overrides=["trainer.logger=[wandb,consle]"])
-    with pytest.raises(ConfigError, match=r"did you mean wandb\?"):
+    with pytest.raises(ConfigError, match=r"Did you mean wandb\?"):
         load_config(overrides=["trainer.logger=vemlp_wandb"])
     own = load_config(overrides=["trainer.logger=[mine]", "trainer.import_modules=[my.module]"])
     assert own.config.trainer.loggers == ("mine",)

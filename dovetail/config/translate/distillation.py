@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from dovetail.config.errors import name_some
 from dovetail.config.translate.groups import Translated, Values
+from dovetail.config.wording import name_some
 
 _OLD = "distillation."
 ENABLED = f"{_OLD}enabled"

@@ -206,9 +206,8 @@ class NativeEngine(RolloutEngine):
             if self._folder is None:
                 if weights is not None:
                     WeightLoader(self._model).check_shared(weights)
-            elif weights is None:
-                raise ValueError("update_weights(None) is for shared weights; this engine owns its own: send them.")
             else:
+                weights = self._sent(weights)
                 # Until the last tensor is in, the model is a mixture of two versions.
                 self._partial_update = f"the weight update to version {version} did not finish"
                 (self._loader or WeightLoader(self._model)).load(weights)
