@@ -258,8 +258,8 @@ def test_two_ranks_train_what_one_trains(
 def test_two_ranks_ask_several_teachers_as_one_asks_them(
     toy: Toy, ray_here: None, teacher: Path, tmp_path: Path
 ) -> None:
-    """Teachers named by a number, with odd counts of rows in micro-batches by tokens (20 s): only sharded teachers could
-    disagree about how many forwards each makes."""
+    """Teachers named by a number, with odd counts of rows in micro-batches by tokens (20 s): only teachers that are
+    sharded could disagree about how many forwards each makes."""
     third = save_toy_model(tmp_path / "third", seed=2)
     rows = [{"prompt": f"say {n}" + "x" * (n % 4), "level": 1 if n % 4 == 1 else 2} for n in range(16)]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
