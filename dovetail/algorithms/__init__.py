@@ -17,6 +17,7 @@ from dovetail.algorithms.advantages.outcome import (
     compute_gpg_outcome_advantage,
     compute_grpo_outcome_advantage,
     compute_grpo_passk_outcome_advantage,
+    compute_max_rl_outcome_advantage,
     compute_opo_outcome_advantage,
     compute_reinforce_plus_plus_baseline_outcome_advantage,
     compute_rloo_outcome_advantage,
@@ -48,6 +49,7 @@ from dovetail.algorithms.losses.policy_gradient import (
 from dovetail.algorithms.losses.sapo import compute_policy_loss_sapo
 from dovetail.algorithms.losses.value import compute_value_loss
 from dovetail.algorithms.losses.vanilla import compute_policy_loss_vanilla
+from dovetail.algorithms.losses.vespo import compute_policy_loss_vespo
 from dovetail.algorithms.masked import (
     compute_response_mask,
     masked_mean,

@@ -55,6 +55,7 @@ def get_kl_controller(kl_ctrl: KLControlConfig) -> FixedKLController:
 
 
 KL_PENALTIES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
+UNBIASED_KL = "k3_unbiased"
 
 # k3 grows like exp; one abandoned token must not dominate the batch.
 _MAX_LOG_RATIO = 20.0
@@ -72,6 +73,21 @@ def kl_penalty(logprob: torch.Tensor, ref_logprob: torch.Tensor, kl_penalty: str
         return estimate
     k2 = 0.5 * (logprob - ref_logprob).square()
     return estimate.detach() + (k2 - k2.detach())
+
+
+def unbiased_kl(logprob: torch.Tensor, ref_logprob: torch.Tensor, sampling_logprob: torch.Tensor) -> torch.Tensor:
+    """k3 weighted by importance, for tokens that another policy has sampled (DeepSeek-V3.2, arXiv:2512.02556):
+
+        w (exp(-x) - 1 + x),   w = p / p_sampling,   x = log p - log p_ref
+
+    Its mean under the sampling policy is the KL of the policy; so is its gradient, w x grad(log p), that of the KL. The
+    gradient is given in that form: as a sum of the two factors' it would cancel to noise for a token with a small p.
+    """
+    logprob = at_least_float32(logprob)
+    fixed = logprob.detach()
+    log_ratio = (fixed - at_least_float32(ref_logprob)).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    weight = (fixed - at_least_float32(sampling_logprob)).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
+    return weight * k3_kl(-log_ratio) + weight * log_ratio * (logprob - fixed)
 
 
 def k3_kl(log_ratio: torch.Tensor) -> torch.Tensor:

@@ -6,30 +6,15 @@ A function gets what its signature names. What verl calls `index` is our `uid`, 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from dovetail.algorithms.aggregate import BatchCounts, count_batch
 from dovetail.algorithms.registry import PolicyLossFn
+from dovetail.config.signatures import named_arguments
 from dovetail.config.view import ConfigView
-
-
-def named_arguments(fn: Callable[..., Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of `values` that the function names; all of them when it takes `**`."""
-    parameters = inspect.signature(fn).parameters.values()
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return dict(values)
-    return {parameter.name: values[parameter.name] for parameter in parameters if parameter.name in values}
-
-
-def missing_arguments(fn: Callable[..., Any], names: Iterable[str]) -> list[str]:
-    """Parameters without a default that are not among `names`."""
-    parameters = inspect.signature(fn).parameters.values()
-    named = (p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL))
-    known = set(names)
-    return [p.name for p in named if p.default is p.empty and p.name not in known]
 
 
 def as_policy_loss(loss_fn: Callable[..., Any], config: ConfigView) -> PolicyLossFn:

@@ -5,12 +5,13 @@ An unknown name is an error that lists the known ones and the nearest; a name is
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any, TypeVar
 
 import torch
+
+from dovetail.config.wording import did_you_mean
 
 AdvantageFn = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 """`(token_level_rewards, response_mask, ...) -> (advantages, returns)`, all of shape (rows, response width)."""
@@ -105,6 +106,4 @@ def _add(table: dict[str, Any], kind: str, name: str, fn: Callable[..., Any]) ->
 def _find(table: dict[str, Any], kind: str, name: str) -> Any:
     if name in table:
         return table[name]
-    nearest = difflib.get_close_matches(name, table, n=1, cutoff=0.5)
-    hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
-    raise ValueError(f"Unknown {kind} {name!r}.{hint} Known names: {', '.join(sorted(table))}.")
+    raise ValueError(f"Unknown {kind} {name!r}.{did_you_mean(name, table)} Known names: {', '.join(sorted(table))}.")

@@ -195,6 +195,26 @@ def compute_rollout_correction_and_rejection_mask(
     return RolloutCorrection(weights, kept_mask, {f"rollout_corr/{name}": value for name, value in metrics.items()})
 
 
+@torch.no_grad()
+def off_policy_mask(
+    log_prob: torch.Tensor,
+    sampling_log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    threshold: float,
+) -> torch.Tensor:
+    """Tokens that the policy loss leaves out (DeepSeek-V3.2, https://arxiv.org/abs/2512.02556), as a bool tensor:
+
+        A < 0  and  mean over the row's kept tokens of log(p_sampling / p) > threshold
+
+    The policy has left these responses already; pushing it further from them is what destabilises. Responses with a
+    positive advantage stay, whatever their distance.
+    """
+    distance = torch.where(response_mask.bool(), at_least_float32(sampling_log_prob) - at_least_float32(log_prob), 0.0)
+    far = masked_mean(distance, response_mask, dim=-1) > threshold
+    return (advantages < 0) & far.unsqueeze(-1) & response_mask.bool()
+
+
 def interpolation_weights(weight_version: torch.Tensor, step: int) -> torch.Tensor:
     """Of each token, how much of the way from the weights that sampled it the update's old policy has come.
 

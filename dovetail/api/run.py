@@ -71,6 +71,13 @@ class Run:
 
         return CheckpointStore(self.folder).latest(checksums=False)
 
+    @property
+    def best_checkpoint(self) -> Path | None:
+        """The complete checkpoint with the best `trainer.save_best`; None where no checkpoint has it."""
+        from dovetail.checkpoint.store import CheckpointStore
+
+        return CheckpointStore(self.folder).best()
+
     def report(self, path: str | os.PathLike[str] | None = None) -> Path:
         """Write one HTML file about the run, complete in itself; by default `report.html` in the run folder."""
         try:
@@ -81,14 +88,22 @@ class Run:
         write_report(self.folder, out)
         return out
 
-    def export(self, path: str | os.PathLike[str], *, dtype: str | None = None, push_to_hub: str | None = None) -> Path:
+    def export(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        dtype: str | None = None,
+        best: bool = False,
+        push_to_hub: str | None = None,
+    ) -> Path:
         """Write the newest checkpoint's policy as a folder that transformers and vLLM load. LoRA is merged in.
 
-        `push_to_hub` names a repository, `org/name`, that the folder is uploaded to; a new one is private.
+        `best`: of the best checkpoint instead, in a run with `trainer.save_best`. `push_to_hub` names a repository,
+        `org/name`, that the folder is uploaded to; a new one is private.
         """
         from dovetail.cli.export import export_run
 
-        export_run(self.folder, Path(path), dtype=dtype, push_to_hub=push_to_hub)
+        export_run(self.folder, Path(path), dtype=dtype, best=best, push_to_hub=push_to_hub)
         return Path(path)
 
     def generate(

@@ -2,11 +2,13 @@
 
 They fill the caches that PyTorch keeps on disk, one for passes with gradients and one for those without, where the run
 has such passes. When it first calls a layer, it finds the compiled kernels there and only traces; what is not there it
-compiles itself. It waits for the process a few seconds at most, and one that fails costs a line in the log.
+compiles itself. It waits for the process a few seconds at most, and one that fails costs a line in the log. Beside what
+it compiled it leaves a mark: later runs with these caches start no process, and wait for none.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import pickle
@@ -16,11 +18,15 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import transformers
 from torch import nn
+from torch._inductor import config as inductor
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from dovetail.backends.sharding import Precision
 from dovetail.backends.single import SingleProcess
@@ -34,8 +40,9 @@ logger = logging.getLogger(__name__)
 Pass = Literal["grad", "no_grad"]
 """A forward with its backward, or a forward without gradients: graphs of their own."""
 
-WAIT_S = 10.0
-"""Longest wait for a process. After that this one compiles too, beside it."""
+WAIT_S = 6.0
+"""Longest wait for a process. After that this one compiles too, beside it. A wait gains about 7 s at most: what this
+process then compiles itself."""
 FIRST_PASS = (
     "first pass (%(name)s): layers compiled ahead: %(ahead)s, waited for %(waited_s).1f s; then %(compiler_s).1f s in "
     "the compiler: %(hits)d graphs from its cache, %(misses)d not in it, %(uncached)d that cannot be; "
@@ -50,8 +57,9 @@ _TOKENS = 4099
 class CompileAhead:
     """The processes of one run, one for each kind of pass; none unless they are asked for."""
 
-    def __init__(self, job: bytes = b"", passes: Sequence[Pass] = ()) -> None:
-        self._children = {name: _Child(name, job) for name in passes}
+    def __init__(self, job: bytes = b"", passes: Sequence[Pass] = (), mark: Path | None = None) -> None:
+        """`mark`: the file that says that `job` was done before, with the kind of pass after its name."""
+        self._children = {name: _Child(name, job, mark and mark.with_name(f"{mark.name}-{name}")) for name in passes}
 
     @contextmanager
     def around(self, name: Pass) -> Iterator[None]:
@@ -80,26 +88,45 @@ def compile_ahead(
     """
     if hf_model.base_model.get_decoder() is not hf_model.base_model or torch.are_deterministic_algorithms_enabled():
         return None
+    if inductor.force_disable_caches or not inductor.fx_graph_cache:
+        logger.info("layers are compiled in the first step, not before: the compiler's cache is switched off")
+        return None
     settings = {"precision": precision, "device": device, "matmul": torch.get_float32_matmul_precision()}
     try:
         job = pickle.dumps(settings | {"model": hf_model.base_model})
     except Exception as error:  # noqa: BLE001  the process boundary: whatever a model of the user's own holds
         logger.info("layers are compiled in the first step, not before: %s", error)
         return None
-    return CompileAhead(job, passes)
+    return CompileAhead(job, passes, Path(cache_dir()) / f"dovetail-layers-{_digest(hf_model.base_model, settings)}")
+
+
+def _digest(model: Any, settings: dict[str, Any]) -> str:
+    """Of what the graphs depend on. Not of the pickle, whose sets have an order of their own in every process."""
+    parameters = [(name, parameter.dtype, parameter.requires_grad) for name, parameter in model.named_parameters()]
+    device = torch.cuda.get_device_name(settings["device"]) if settings["device"].type == "cuda" else "cpu"
+    versions = torch.__version__, transformers.__version__
+    return hashlib.sha256(repr((model.config, model, parameters, settings, device, versions)).encode()).hexdigest()[:16]
 
 
 class _Child:
-    """A process that compiles the layers of one kind of pass, and the thread that waits for its end."""
+    """A process that compiles the layers of one kind of pass, and the thread that waits for its end. None where there
+    is a mark."""
 
-    def __init__(self, name: Pass, job: bytes) -> None:
+    def __init__(self, name: Pass, job: bytes, mark: Path | None) -> None:
         self.outcome = "not ready"
         self._name = name
+        self._mark = mark
         self._thread = threading.Thread(target=self._run, args=(job,), daemon=True)
-        self._thread.start()
+        self._is_done = mark is not None and mark.exists()
+        if self._is_done:
+            self.outcome = "by an earlier run"
+        else:
+            self._thread.start()
 
     def wait(self) -> float:
         """Until it has ended, at most `WAIT_S`; returns the seconds."""
+        if self._is_done:
+            return 0.0
         who, what = f"the first pass ({self._name})", "the process that compiles its layers"
         with waiting(who, what, limit_s=WAIT_S) as wait:
             self._thread.join(wait.left())
@@ -123,6 +150,9 @@ class _Child:
             seconds = time.monotonic() - began
             self.outcome = f"{seconds:.1f} s"
             logger.info("layers (%s) compiled ahead in %.0f s", self._name, seconds)
+            if self._mark is not None:
+                with suppress(OSError):  # then the next run compiles ahead again
+                    self._mark.touch()
 
 
 def _compiler_counts() -> dict[str, float]:

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from dovetail.config.units import GIB
 from dovetail.observability.memory import DevicePeaks, cuda_peaks, peak_resident_gib
 
 if TYPE_CHECKING:
     from dovetail.backends.base import TrainBackend
 
-_GIB = 1024**3
 _DRIVERS_SHARE = 0.1
 
 
@@ -24,8 +24,8 @@ def memory_in_use(device: torch.device) -> dict[str, float]:
     if device.type == "cuda":
         peaks = _peaks(device).of_run()
         memory |= {
-            "memory/allocated_gib": torch.cuda.memory_allocated(device) / _GIB,
-            "memory/reserved_gib": torch.cuda.memory_reserved(device) / _GIB,
+            "memory/allocated_gib": torch.cuda.memory_allocated(device) / GIB,
+            "memory/reserved_gib": torch.cuda.memory_reserved(device) / GIB,
             "memory/peak_allocated_gib": peaks.allocated_gib,
             "memory/peak_reserved_gib": peaks.reserved_gib,
         }

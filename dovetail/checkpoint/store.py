@@ -13,10 +13,12 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from dovetail.checkpoint.manifest import BrokenCheckpoint, read_manifest, verify_folder, write_manifest
+from dovetail.checkpoint.manifest import BrokenCheckpoint, Manifest, verify_folder, write_manifest
+from dovetail.checkpoint.score import Score, best_step
 from dovetail.observability.disk import flush_to_disk, write_text_atomically
 
 logger = logging.getLogger(__name__)
@@ -74,11 +76,8 @@ class CheckpointStore:
     def bytes_needed(self, step: int) -> int:
         """Size of a checkpoint: that of the newest complete one, or what the unfinished save of ``step`` has so far."""
         written = sum(path.stat().st_size for path in self._partial(step).rglob("*") if path.is_file())
-        complete = [other for other in self.steps() if self._is_complete(other)]
-        if not complete:
-            return written
-        newest = read_manifest(self.folder(complete[-1]))
-        return max(written, sum(record.size for record in newest.files.values()))
+        complete = list(self._complete_manifests().values())
+        return max(written, sum(record.size for record in complete[-1].files.values())) if complete else written
 
     def folder(self, step: int) -> Path:
         """Where the checkpoint of ``step`` is or would be."""
@@ -130,13 +129,24 @@ class CheckpointStore:
         if first_problem is not None and not is_any_complete:
             raise first_problem
 
+    def scores(self) -> dict[int, Score]:
+        """Of every complete checkpoint that has one, by step. Checksums are not compared."""
+        found = {step: Score.of_extra(manifest.extra) for step, manifest in self._complete_manifests().items()}
+        return {step: score for step, score in found.items() if score is not None}
+
+    def best(self) -> Path | None:
+        """The complete checkpoint with the best score; None where none has one."""
+        step = best_step(self.scores())
+        return None if step is None else self.folder(step)
+
     def prune(self) -> list[int]:
-        """Delete the oldest checkpoints above the limit; return their steps. Only complete ones count as kept."""
+        """Delete the oldest checkpoints above the limit, the best one excepted; return their steps. Only complete ones
+        count as kept."""
         if self._max_to_keep is None or self._max_to_keep < 1:
             return []
-        complete = [step for step in self.steps() if self._is_complete(step)]
-        recorded = self._recorded_step()
-        surplus = [step for step in complete[: -self._max_to_keep] if step != recorded]
+        complete = list(self._complete_manifests())
+        kept = {self._recorded_step(), best_step(self.scores())}
+        surplus = [step for step in complete[: -self._max_to_keep] if step not in kept]
         for step in surplus:
             self._delete(self.folder(step), step)
         return surplus
@@ -156,12 +166,13 @@ class CheckpointStore:
             else:
                 os.rename(replaced, final)
 
-    def _is_complete(self, step: int) -> bool:
-        try:
-            verify_folder(self.folder(step), checksums=False)
-        except BrokenCheckpoint:
-            return False
-        return True
+    def _complete_manifests(self) -> dict[int, Manifest]:
+        """By step, ascending; checksums are not compared."""
+        manifests = {}
+        for step in self.steps():
+            with suppress(BrokenCheckpoint):
+                manifests[step] = verify_folder(self.folder(step), checksums=False)
+        return manifests
 
     def _partial(self, step: int) -> Path:
         return self.root / f".global_step_{step}.partial"

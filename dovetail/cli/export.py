@@ -2,10 +2,11 @@
 
 Of a run of `dovetail reward` it writes the reward model, for `reward_model.model.path`.
 
-CHECKPOINT_FOLDER is a `global_step_N` folder, or a run folder (its newest checkpoint is taken; --list names all of
-them). One process on the CPU does it, whatever number of processes saved the checkpoint. LoRA adapters are merged in;
-with --adapter they are written alone, as a folder that peft and vLLM load on top of the model. With --push-to-hub the
-folder is uploaded, too, to a repository that is private if it is new.
+CHECKPOINT_FOLDER is a `global_step_N` folder, or a run folder: its newest checkpoint is taken, or with --best the best
+one of a run with `trainer.save_best`; --list names all of them. One process on the CPU does it, whatever number of
+processes saved the checkpoint. LoRA adapters are merged in; with --adapter they are written alone, as a folder that
+peft and vLLM load on top of the model. With --push-to-hub the folder is uploaded, too, to a repository that is private
+if it is new.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "out", type=output_folder, nargs="?", metavar="OUT", help="folder to write; an existing one is refused"
     )
     parser.add_argument("--list", action="store_true", help="list the checkpoints of a run folder; writes nothing")
+    parser.add_argument("--best", action="store_true", help="the best checkpoint of a run folder (trainer.save_best)")
     parser.add_argument("--adapter", action="store_true", help="the LoRA adapter alone, in peft's format")
     parser.add_argument(
         "--push-to-hub", metavar="ORG/NAME", help="upload the folder; needs `hf auth login`, or HF_TOKEN"
@@ -54,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         if args.out is None:
             raise FileNotFoundError("OUT is missing: name the folder to write, or ask for --list.")
-        options = {"dtype": args.dtype, "model": args.model, "adapter": args.adapter}
+        options = {"dtype": args.dtype, "model": args.model, "adapter": args.adapter, "best": args.best}
         folder = export_run(args.checkpoint, args.out, push_to_hub=args.push_to_hub, **options)
     except (ConfigError, BrokenCheckpoint, FileNotFoundError, FileExistsError) as error:
         sys.stderr.write(f"{error}\n")
@@ -72,14 +74,15 @@ def export_run(
     dtype: str | None = None,
     model: str | None = None,
     adapter: bool = False,
+    best: bool = False,
     push_to_hub: str | None = None,
 ) -> Path:
-    """Export a checkpoint folder, or the newest checkpoint of a run folder; returns the checkpoint's folder."""
+    """Export a checkpoint folder, or the newest (`best`: the best) one of a run folder; returns its folder."""
     from dovetail.config.hub import make_repository, push_folder
 
     if out.exists():
         raise FileExistsError(f"{out} exists already; give a name that is free, or remove it.")
-    folder = checkpoint_folder(given)
+    folder = checkpoint_folder(given, best=best)
     config = _run_config(folder, model)
     if push_to_hub is not None:
         make_repository(push_to_hub)  # first: an export of a large model takes minutes
@@ -206,6 +209,7 @@ def _list_checkpoints(run: Path) -> int:
     if not (steps := store.steps()):
         sys.stderr.write(f"{run} holds no checkpoint; a run saves them with trainer.save_freq.\n")
         return 2
+    scores, best = store.scores(), store.best()
     for step in steps:
         folder = store.folder(step)
         try:
@@ -214,5 +218,7 @@ def _list_checkpoints(run: Path) -> int:
             sys.stdout.write(f"step {step:>7}  broken: {problem}\n")
             continue
         saved = datetime.fromtimestamp(folder.stat().st_mtime)
-        sys.stdout.write(f"step {step:>7}  {size / 2**20:>9.1f} MiB  {saved:%Y-%m-%d %H:%M}  {folder}\n")
+        score = f"  {scores[step].metric} {scores[step].value:.6g}" if step in scores else ""
+        mark = " (best)" if folder == best else ""
+        sys.stdout.write(f"step {step:>7}  {size / 2**20:>9.1f} MiB  {saved:%Y-%m-%d %H:%M}  {folder}{score}{mark}\n")
     return 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import importlib
 import signal
 import sys
@@ -11,6 +10,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import dovetail
+from dovetail.config.wording import did_you_mean
 
 # Name -> (module with `add_arguments(parser)` and `run(args) -> exit code`, one line of help). A module of several
 # commands has their `DESCRIPTIONS`.
@@ -49,10 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _top_parser()
     # Before argparse sees them: `dovetail trian --help` is a mistake, too.
     if arguments and not arguments[0].startswith("-"):
-        close = difflib.get_close_matches(arguments[0], COMMANDS, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(COMMANDS)}."
-        hint = next((f"use {command}." for command, names in _METHODS.items() if arguments[0] in names), hint)
-        parser.error(f"there is no command {arguments[0]!r}; {hint}")
+        hint = did_you_mean(arguments[0], COMMANDS) or f" Choose one of {', '.join(COMMANDS)}."
+        hint = next((f" Use {command}." for command, names in _METHODS.items() if arguments[0] in names), hint)
+        parser.error(f"there is no command {arguments[0]!r}.{hint}")
     parser.parse_args(arguments)
     parser.print_help()
     return 0

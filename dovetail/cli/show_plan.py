@@ -18,12 +18,12 @@ from dovetail.config.plan.batches import BatchPlan, PassBatches
 from dovetail.config.plan.layout import RoleLayout
 from dovetail.config.plan.memory import MemoryPlan, PhaseMemory, StageMemory
 from dovetail.config.plan.plan import ModelSummary, Plan
+from dovetail.config.units import GIB
 from dovetail.trainer.async_plan import AsyncPlan
 
 if TYPE_CHECKING:
     from dovetail.cli.check import Checked
 
-GIB = 1024**3
 # Tables are laid out for this width; a narrower terminal wraps them.
 WIDTH = 100
 

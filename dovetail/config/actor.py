@@ -18,6 +18,8 @@ KLEstimator = Literal[
     "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3",
     "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+",
 ]  # fmt: skip
+# Weighted by policy / engine: it needs a gradient, so it is for the loss alone.
+KLLossEstimator = Literal[KLEstimator, "k3_unbiased"]
 
 _MEGATRON = when_is("strategy", "megatron")
 ULYSSES = unused("strategy=megatron cuts sequences by its section's context_parallel_size", _MEGATRON)
@@ -39,6 +41,7 @@ class PolicyLossConfig(Section):
         _of_loss("clip_cov_*", "clip_cov"),
         _of_loss("kl_cov_ratio ppo_kl_coef", "kl_cov"),
         _of_loss("dro_beta", "dro"),
+        _of_loss("vespo_*", "vespo"),
     )
 
     loss_mode: str = key("vanilla", listed(POLICY_LOSSES))
@@ -48,6 +51,16 @@ class PolicyLossConfig(Section):
     kl_cov_ratio: float = key(0.0002, "Share of tokens penalised by `kl_cov`.", ge=0, le=1)
     ppo_kl_coef: float = key(0.1, "Weight of the penalty of `kl_cov`.", ge=0)
     dro_beta: float = key(0.1, "Weight of the quadratic penalty of `dro`.", ge=0)
+    vespo_k_pos: float = key(2.0, "Power of `vespo` for advantages >= 0: larger, less weight where ratio < 1.", ge=0)
+    vespo_lambda_pos: float = key(3.0, "Decay of `vespo` for them: larger, less weight where ratio > 1.", ge=0)
+    vespo_k_neg: float = key(3.0, "Power of `vespo` for negative advantages.", ge=0)
+    vespo_lambda_neg: float = key(2.0, "Decay of `vespo` for negative advantages.", ge=0)
+    off_policy_mask_threshold: float | None = key(
+        None,
+        "Leave negative advantages of a response out of the loss when the mean of log(engine / policy) over its tokens "
+        "is above this, e.g. 0.5 (DeepSeek-V3.2). Null: off.",
+        ge=0,
+    )
 
 
 class CheckpointConfig(Section):
@@ -127,7 +140,9 @@ class ActorConfig(RoleConfig):
     calculate_entropy: bool = key(False, "Report the entropy even when its weight is 0.")
     use_kl_loss: bool = key(False, "Add the KL to the reference model to the loss (GRPO).")
     kl_loss_coef: float = key(0.001, "Weight of that KL.", ge=0)
-    kl_loss_type: KLEstimator = key("low_var_kl", "Estimator of that KL.")
+    kl_loss_type: KLLossEstimator = key(
+        "low_var_kl", "Estimator of that KL. k3_unbiased: low_var_kl weighted by policy / engine (DeepSeek-V3.2)."
+    )
     policy_loss: PolicyLossConfig = section(PolicyLossConfig)
     entropy_from_logits_with_chunking: bool = key(False, "Compute the entropy chunk by chunk.")
     entropy_checkpointing: bool = key(False, "Recompute the entropy in the backward pass.")

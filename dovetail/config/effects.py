@@ -10,11 +10,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from dovetail.config.base import ANY, Rule, look_up
-from dovetail.config.errors import ConfigError, Notice, Problem, name_some
+from dovetail.config.errors import ConfigError, Notice, Problem
 from dovetail.config.fsdp import full_dtype
 from dovetail.config.keys import Key, catalogue, find_key
 from dovetail.config.root import DovetailConfig
 from dovetail.config.tree import prefixes
+from dovetail.config.wording import name_some
 
 
 def unsupported_in_runs(config: DovetailConfig) -> list[Problem]:

@@ -39,9 +39,3 @@ class ConfigError(ValueError):
         count = len(self.problems)
         lines = "\n".join(f"  - {problem}" for problem in self.problems)
         super().__init__(f"{count} problem{'s' * (count != 1)} in the configuration:\n{lines}")
-
-
-def name_some(items: Sequence[str]) -> str:
-    """The first three, and how many more there are."""
-    more = f" and {len(items) - 3} more" if len(items) > 3 else ""
-    return f"{', '.join(items[:3])}{more}"

@@ -67,13 +67,11 @@ _PARTS = (
 _TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio", "swanlab", "clearml")
 
 
-def installed_parts(config: DovetailConfig) -> list[Part]:
-    """Every engine, backend and extra, and the trackers of the run; what the run needs is marked so."""
-    return _parts(config)
+def installed_parts(config: DovetailConfig, *, only_needed: bool = False) -> list[Part]:
+    """Every engine, backend and extra, and the trackers of the run; what the run needs is marked so.
 
-
-def _parts(config: DovetailConfig, *, only_needed: bool = False) -> list[Part]:
-    """Reading the metadata of all packages takes longer than all else that is checked before a run."""
+    `only_needed`: reading the metadata of all packages takes longer than all else that is checked before a run.
+    """
     needed = _needed_by(config)
     asked = [name for name in dict.fromkeys(config.trainer.loggers) if name in _TRACKERS]
     trackers = [
@@ -88,7 +86,7 @@ def missing_libraries(config: DovetailConfig) -> list[Problem]:
     """An error for everything that the run needs and that is not installed; a warning for versions that were not
     tried."""
     problems = []
-    for part in _parts(config, only_needed=True):
+    for part in installed_parts(config, only_needed=True):
         if part.failed and part.status == "missing":
             library = part.libraries.replace("|", " ").split()[0]
             why = f"{part.purpose} needs the package {library}, which is not installed here: {part.fix}."

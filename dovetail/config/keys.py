@@ -17,6 +17,7 @@ from pydantic_core import PydanticUndefined
 
 from dovetail.config.base import Rule, bounds_of, extra_of
 from dovetail.config.tree import prefixes
+from dovetail.config.wording import nearest
 
 
 @dataclass(frozen=True)
@@ -126,8 +127,8 @@ def nearest_key(root: type[BaseModel], name: str) -> str | None:
     known = list(catalogue(root)) + list(sections(root))
     section, _, leaf = name.rpartition(".")
     siblings = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == section}
-    if close := difflib.get_close_matches(leaf, siblings, n=1, cutoff=0.6):
-        return siblings[close[0]]
+    if close := nearest(leaf, siblings):
+        return siblings[close]
     namesakes = [key for key in known if key.rpartition(".")[2] == leaf]
     if namesakes:
         words = set(name.split("."))

@@ -14,7 +14,7 @@ from typing import Any
 from dovetail.config.adapter import fill_adapters
 from dovetail.config.base import Rule
 from dovetail.config.effects import effect_notices, is_unused
-from dovetail.config.errors import ConfigError, Notice, Problem, name_some
+from dovetail.config.errors import ConfigError, Notice, Problem
 from dovetail.config.files import read_yaml, resolve_interpolations
 from dovetail.config.keys import catalogue, find_key, sections
 from dovetail.config.overrides import VERLS_OWN_FILE, Override, ParsedOverrides, parse_overrides, read_overrides_file
@@ -23,6 +23,7 @@ from dovetail.config.translate import ROLES, chosen_file, chosen_groups, expand,
 from dovetail.config.tree import Tree, leaves, merge, nested, prefixes, put, remove
 from dovetail.config.validate import build, default_tree, suggestion, unknown_keys
 from dovetail.config.values import parse_value
+from dovetail.config.wording import name_some
 
 
 @dataclass(frozen=True)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
+
+from dovetail.config.wording import did_you_mean
 
 ADV_ESTIMATORS = (
     *("gae", "grpo", "grpo_vectorized", "grpo_passk", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax"),
-    *("rloo", "rloo_vectorized", "opo", "gpg", "gdpo", "optimal_token_baseline", "tir_optimal_token_baseline"),
+    *("rloo", "rloo_vectorized", "opo", "gpg", "gdpo", "max_rl"),
+    *("optimal_token_baseline", "tir_optimal_token_baseline"),
 )
 POLICY_LOSSES = (
     *("vanilla", "reinforce", "gspo", "cispo", "geo_mean", "sapo", "gpg", "dro", "clip_cov", "kl_cov"),
-    *("dppo_tv", "dppo_kl"),
+    *("dppo_tv", "dppo_kl", "vespo"),
 )
 REWARD_MANAGERS = ("naive", "dapo", "batch", "prime", "rate_limited")
 ENGINES = ("native", "vllm", "sglang")
@@ -44,10 +46,8 @@ def unknown_names(values: Mapping[str, object]) -> dict[str, str]:
         for name in written if isinstance(written, list) else [written]:
             # A number is read as a name, as everywhere.
             if isinstance(name, str | int | float) and not isinstance(name, bool) and str(name) not in known:
-                close = difflib.get_close_matches(str(name), known, n=1)
-                hint = f"did you mean {close[0]}? Otherwise " if close else ""
                 messages[key] = (
-                    f"{key}={name} is not built in; {hint}choose one of {', '.join(known)}, or name the module that "
-                    f"registers it in {_MODULES}."
+                    f"{key}={name} is not built in.{did_you_mean(name, known)} Choose one of {', '.join(known)}, or "
+                    f"name the module that registers it in {_MODULES}."
                 )
     return messages

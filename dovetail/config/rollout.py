@@ -212,6 +212,19 @@ class RolloutConfig(SamplingConfig):
         "The same for vLLM, which processes images itself.",
         rules=read_with(".name", "vllm"),
     )
+    fp32_lm_head: bool = key(
+        False,
+        "The output layer's logits stay in float32 in the engine, the policy and the reference, where weights in "
+        "bfloat16 would round them to 8 bits. The fused head and Megatron's always do so in the trainer.",
+        rules=(
+            unsupported(
+                "other engines round logits to the dtype of the weights; the trainer's own are in float32 with "
+                "actor_rollout_ref.model.use_fused_kernels=True",
+                when=_not_native,
+            ),
+            unused("{section}.exact has logits in float32", when_is("exact", True)),
+        ),
+    )
     limit_images: int | None = key(None, "Most images per prompt. Null: the engine's limit.", ge=0)
     load_format: str = key(
         "dummy", "What the engine loads at start; dummy: the trainer sends weights.", reads=_LOAD_FORMATS

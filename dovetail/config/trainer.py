@@ -7,10 +7,11 @@ from typing import Literal
 
 from pydantic import field_validator
 
-from dovetail.config.base import HomePath, Section, key, read_with, unsupported, unused, when_is
+from dovetail.config.base import HomePath, Section, all_of, key, read_with, unsupported, unused, when_is
 from dovetail.config.names import LOGGERS, listed
 
 _TO_WANDB = "val_generations_to_log_to_wandb"
+_NO_CHECKPOINT = all_of(when_is("save_freq", -1), when_is("save_best", None))
 
 
 class TrainerConfig(Section):
@@ -18,7 +19,11 @@ class TrainerConfig(Section):
 
     rules = (
         unused("data.val_files names no file", when_is("data.val_paths", ()), only="test_freq log_val_* validation_*"),
-        unused("{section}.save_freq=-1 writes none", when_is("save_freq", -1), only="max_actor_ckpt_to_keep"),
+        unused("{section}.save_freq=-1 writes none", _NO_CHECKPOINT, only="max_actor_ckpt_to_keep"),
+        unsupported(
+            "there is no validation without data.val_files", when=when_is("data.val_paths", ()), only="save_best"
+        ),
+        unused("{section}.save_best names no metric", when_is("save_best", None), only="save_best_mode"),
         unused("max_actor_ckpt_to_keep counts checkpoints, which hold both", only="max_critic_ckpt_to_keep"),
         read_with(".resume_mode", "resume_path", only="resume_from_path"),
         unsupported("no backend here runs on it; use cuda, cpu or auto", "npu", only="device"),
@@ -62,13 +67,23 @@ class TrainerConfig(Section):
     save_freq: int | Literal["after_each_epoch", "at_end"] = key(
         -1, "Steps between checkpoints, the last step's always among them; -1: none.", reads={False: -1}
     )
+    save_best: str | None = key(
+        None,
+        "A metric of the validation. A checkpoint is also saved when a validation is better than those of all "
+        "checkpoints, and the best one is never deleted. Null: off.",
+    )
+    save_best_mode: Literal["max", "min"] | None = key(
+        None, "Whether the largest or the smallest is the best. Null: min for a metric whose name ends with loss."
+    )
     resume_mode: Literal["auto", "disable", "resume_path"] = key(
         "auto", "Continue the newest checkpoint of the run folder, start anew, or take `resume_from_path`."
     )
     resume_from_path: HomePath | None = key(
         None, "Checkpoint folder of `resume_mode=resume_path`.", reads={False: None}
     )
-    max_actor_ckpt_to_keep: int | None = key(None, "Checkpoints kept. Null: all.", was="max_ckpt_to_keep", ge=1)
+    max_actor_ckpt_to_keep: int | None = key(
+        None, "Newest checkpoints kept, beside the best one. Null: all.", was="max_ckpt_to_keep", ge=1
+    )
     max_critic_ckpt_to_keep: int | None = key(None, "Critic checkpoints kept. Null: all.", ge=1)
     logger: list[str] | str = key(["console"], f"Trackers: {listed(LOGGERS)}")
     log_val_generations: int = key(
@@ -120,6 +135,12 @@ class TrainerConfig(Section):
     def run_dir(self) -> str:
         """Folder of the run."""
         return self.default_local_dir or f"runs/{self.project_name}/{self.experiment_name}"
+
+    @property
+    def best_mode(self) -> Literal["max", "min"]:
+        """What is better for `save_best`."""
+        by_name: Literal["max", "min"] = "min" if (self.save_best or "").endswith("loss") else "max"
+        return self.save_best_mode or by_name
 
     @property
     def world_size(self) -> int:

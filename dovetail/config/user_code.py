@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import importlib
 import importlib.util
@@ -14,6 +13,8 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
+
+from dovetail.config.wording import did_you_mean
 
 PACKAGE_PREFIX = "pkg://"
 PICKLED = ".pkl"
@@ -34,9 +35,8 @@ def load_user_object(path: str, name: str, *, key: str) -> Any:
     module = (_import_module if path.startswith(PACKAGE_PREFIX) else _import_file)(path, key)
     if not hasattr(module, name):
         public = sorted(entry for entry in vars(module) if not entry.startswith("_"))
-        close = difflib.get_close_matches(name, public, n=1)
-        hint = f"did you mean {close[0]}? " if close else ""
-        raise UserCodeError(f"{key}={path} has no {name!r}; {hint}It defines {', '.join(public) or 'nothing'}.")
+        hint = did_you_mean(name, public)
+        raise UserCodeError(f"{key}={path} has no {name!r}.{hint} It defines {', '.join(public) or 'nothing'}.")
     return getattr(module, name)
 
 

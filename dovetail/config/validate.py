@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, get_args, get_origin
@@ -15,6 +14,7 @@ from dovetail.config.names import unknown_names
 from dovetail.config.root import DovetailConfig
 from dovetail.config.translate.short import SHORT_NAMES, usual_name
 from dovetail.config.tree import Tree, nested, prefixes
+from dovetail.config.wording import nearest
 
 
 def unknown_keys(values: Mapping[str, Any], spelling: Mapping[str, str] | None = None) -> list[Problem]:
@@ -39,7 +39,7 @@ def suggestion(key: str) -> str:
     """The end of a sentence about an unknown key."""
     if (usual := usual_name(key.removeprefix("trainer."))) is not None:
         return usual
-    near = nearest_key(DovetailConfig, key) or next(iter(difflib.get_close_matches(key, SHORT_NAMES, n=1)), None)
+    near = nearest_key(DovetailConfig, key) or nearest(key, SHORT_NAMES)
     if f"{near}.path" in catalogue(DovetailConfig):  # a section that stands for a model or a function
         near = f"{near}.path"
     return f"; did you mean {near}?" if near else "; docs/configuration.md lists all keys."
@@ -157,8 +157,7 @@ def _close_choice(key: Key, value: Any) -> str | None:
     if key.accepts(bool):
         choices += ["True", "False"]
     other_name = _OTHER_NAMES.get(str(value).lower())
-    close = [other_name] if other_name in choices else difflib.get_close_matches(str(value), choices, n=1)
-    return close[0] if close else None
+    return other_name if other_name in choices else nearest(value, choices)
 
 
 # What other programs call a choice; the nearest spelling would be something else.

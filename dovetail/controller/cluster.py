@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from dovetail.config.units import GIB
 from dovetail.controller import reaper
 from dovetail.controller.forwarding import merged_runtime_env
 from dovetail.controller.resource_pool import wait_for_slots_given_back
@@ -24,7 +25,6 @@ logger = logging.getLogger(__name__)
 
 # Ray has no "loopback only" option. With clusters switched off it binds every socket to 127.0.0.1, on Linux too.
 _ALLOW_CLUSTER = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-_GIB = 1024**3
 
 
 def start_ray(
@@ -85,9 +85,9 @@ def default_object_store_bytes() -> int:
     """
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     shared = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
-    limit = int(shared.f_bavail * shared.f_frsize * 0.8) if shared else 64 * _GIB
-    most = 2 * _GIB if sys.platform == "darwin" else 64 * _GIB
-    return max(min(memory // 5, most, limit), _GIB // 4)
+    limit = int(shared.f_bavail * shared.f_frsize * 0.8) if shared else 64 * GIB
+    most = 2 * GIB if sys.platform == "darwin" else 64 * GIB
+    return max(min(memory // 5, most, limit), GIB // 4)
 
 
 def stop_ray() -> None:

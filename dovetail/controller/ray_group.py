@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from dovetail.config.ray_init import refuse_rank_variables
 from dovetail.controller.context import WorkerContext
 from dovetail.controller.forwarding import secrets
 from dovetail.controller.futures import BatchFuture, BatchPart, GroupFuture
@@ -30,9 +29,8 @@ if TYPE_CHECKING:
 class RayWorkerGroup(WorkerGroup):
     """One actor per slot of ``resource_pool``, all built from ``ray_cls_with_init``.
 
-    ``worker_env`` holds environment variables that must be there when the process starts. ``failure_grace_s`` is how
-    long the other ranks of a failed call may take to finish before the group is stopped. ``limits`` say how long
-    a call may take (`hangs`).
+    ``failure_grace_s`` is how long the other ranks of a failed call may take to finish before the group is stopped.
+    ``limits`` say how long a call may take (`hangs`).
     """
 
     takes_slices = True
@@ -43,7 +41,6 @@ class RayWorkerGroup(WorkerGroup):
         ray_cls_with_init: RayClassWithInitArgs,
         *,
         name_prefix: str | None = None,
-        worker_env: Mapping[str, str] | None = None,
         failure_grace_s: float = 5.0,
         limits: CallLimits | None = None,
     ) -> None:
@@ -53,8 +50,7 @@ class RayWorkerGroup(WorkerGroup):
         unique = f"{title}-{uuid.uuid4().hex[:8]}"
         names = [f"{unique}:{rank}" for rank in range(len(slots))]
         options = {**resource_pool.actor_options(), **ray_cls_with_init.options}
-        refuse_rank_variables(worker_env or {})
-        actors = [_start_actor(slot, name, options, worker_env or {}) for slot, name in zip(slots, names, strict=True)]
+        actors = [_start_actor(slot, name, options) for slot, name in zip(slots, names, strict=True)]
         processes = WorkerProcesses(tuple(roles), actors, names, failure_grace_s, limits)
         self._roles, self._pool = roles, resource_pool
         try:
@@ -164,14 +160,10 @@ class _SharedArguments:
         return self._refs[id(value)]
 
 
-def _start_actor(slot: Slot, name: str, options: Mapping[str, Any], env: Mapping[str, str]) -> Any:
+def _start_actor(slot: Slot, name: str, options: Mapping[str, Any]) -> Any:
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    options = dict(options)
-    runtime_env = dict(options.pop("runtime_env", {}))
-    if env:
-        runtime_env["env_vars"] = {**runtime_env.get("env_vars", {}), **env}
     return (
         ray.remote(WorkerHost)
         .options(
@@ -181,7 +173,6 @@ def _start_actor(slot: Slot, name: str, options: Mapping[str, Any], env: Mapping
             scheduling_strategy=PlacementGroupSchedulingStrategy(
                 placement_group=slot.placement_group, placement_group_bundle_index=slot.bundle_index
             ),
-            runtime_env=runtime_env or None,
             **options,
         )
         .remote()

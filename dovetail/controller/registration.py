@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from typing import Any, ClassVar, TypeVar
 
+from dovetail.config.wording import did_you_mean
 from dovetail.controller import dispatch as d
 from dovetail.controller.dispatch import Ranks
 
@@ -79,8 +79,7 @@ class Dispatch:
         if isinstance(mode, DispatchMode):
             return mode
         known = [*cls._user_modes, *(key for key, value in vars(cls).items() if isinstance(value, DispatchMode))]
-        near = difflib.get_close_matches(name, known, n=1)
-        raise ValueError(f"unknown dispatch mode {name!r}; {f'did you mean {near[0]}?' if near else f'known: {known}'}")
+        raise ValueError(f"unknown dispatch mode {name!r}.{did_you_mean(name, known) or f' Known: {known}.'}")
 
 
 def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> DispatchMode:

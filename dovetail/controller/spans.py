@@ -16,9 +16,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from dovetail.config.units import GIB
 from dovetail.observability.memory import cuda_peaks, peak_resident_gib
 
-_GIB = 1024**3
 # A process that nobody asks for its spans must not grow.
 _MOST_KEPT = 4096
 _SAMPLE_S = 0.05
@@ -99,6 +99,6 @@ def _sample(watch: _Watch, over: threading.Event) -> None:
 def _resident_gib() -> float:
     try:
         with open(_STATM) as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / _GIB
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / GIB
     except OSError:  # not Linux: the most that this process ever had
         return peak_resident_gib()

@@ -6,13 +6,13 @@ results. Subclasses only launch calls.
 
 from __future__ import annotations
 
-import difflib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from dovetail.config.wording import did_you_mean
 from dovetail.controller.dispatch import MeshLayout, Padding, RankArguments, dispatch_one_to_all, drop_padding
 from dovetail.controller.errors import WorkerError
 from dovetail.controller.futures import GroupFuture
@@ -89,9 +89,8 @@ class WorkerGroup(ABC):
             raise AttributeError(name)
         if hasattr(self.worker_cls, name):
             raise AttributeError(f"{self.worker_cls.__name__}.{name} is not registered; decorate it with @register.")
-        near = difflib.get_close_matches(name, methods, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"it has {sorted(m for m in methods if m[0] != '_')}."
-        raise AttributeError(f"{self.worker_cls.__name__} (role {self.role!r}) has no method {name!r}; {hint}")
+        hint = did_you_mean(name, methods) or f" It has {sorted(m for m in methods if m[0] != '_')}."
+        raise AttributeError(f"{self.worker_cls.__name__} (role {self.role!r}) has no method {name!r}.{hint}")
 
     def __dir__(self) -> list[str]:
         return [*super().__dir__(), *self._methods]

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from dovetail.config.units import GIB
 from dovetail.dashboard.async_view import WAIT_WORDS, busy_shares, idle_shares, is_asynchronous, waits
 from dovetail.dashboard.charts import binned_means, rounded
 from dovetail.dashboard.run_files import GrowingFile, MetricsTable, parse_object, read_at
@@ -224,7 +225,6 @@ def _time(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds < 120 else f"{seconds / 60:.1f} min"
 
 
-_GIB = 1024**3
 # The plan's phases and the calls in which workers do them.
 _CALLS = {
     "rollout": ("generate_sequences",),
@@ -249,13 +249,13 @@ def memory_view(plan: dict[str, Any], peaks: dict[str, float], table: MetricsTab
         return {"phases": [], "device": None, "device_gib": None, "reported": reported, "verdict": None}
     phases = []
     for phase in memory.get("phases", []):
-        items = {name: size / _GIB for name, size in phase.get("items", {}).items() if size}
+        items = {name: size / GIB for name, size in phase.get("items", {}).items() if size}
         measured = [peaks[call] for call in _CALLS.get(phase["name"], ()) if call in peaks]
         phases.append({"name": phase["name"], "items": items, "measured": max(measured, default=None)})
     return {
         "phases": phases,
         "device": memory.get("device"),
-        "device_gib": memory.get("device_bytes", 0) / _GIB or None,
+        "device_gib": memory.get("device_bytes", 0) / GIB or None,
         "reported": reported,
         "verdict": memory.get("verdict"),
     }

@@ -29,6 +29,7 @@ from dovetail.config.data import DataConfig
 from dovetail.config.hub import DATA_PREFIX, HubError, fetch_file
 from dovetail.config.root import DovetailConfig
 from dovetail.data.errors import DataError, DataNotHereError
+from dovetail.observability.disk import replacing
 
 UNNAMED_SOURCE = "custom"
 """The `data_source` of rows that name none."""
@@ -317,8 +318,7 @@ def write_rows(rows: Sequence[Mapping[str, Any]], path: str | os.PathLike[str]) 
     if not rows:
         raise DataError(f"there are no rows to write to {target}.")
     target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
-    try:
+    with replacing(target) as partial:
         if target.suffix == ".parquet":
             pq.write_table(_as_table(rows, target), partial)
         elif target.suffix == ".jsonl":
@@ -326,10 +326,6 @@ def write_rows(rows: Sequence[Mapping[str, Any]], path: str | os.PathLike[str]) 
             partial.write_text("".join(lines), encoding="utf-8")
         else:
             raise DataError(f"{target} ends in {target.suffix!r}; use .parquet or .jsonl.")
-        os.replace(partial, target)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
     return target
 
 

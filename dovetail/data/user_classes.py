@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from dovetail.algorithms.plugin_calls import named_arguments
 from dovetail.config.data import DataConfig
+from dovetail.config.signatures import named_arguments
 from dovetail.config.view import ConfigView
 from dovetail.data.encode import PromptEncoder, pad_prompt, truncate
 from dovetail.data.errors import DataError

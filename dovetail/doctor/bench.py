@@ -17,6 +17,7 @@ from dovetail.config.checks import check_config, refuse_errors
 from dovetail.config.effects import refuse_unsupported
 from dovetail.config.plan import make_plan, read_shapes
 from dovetail.config.root import DovetailConfig
+from dovetail.config.units import GIB
 from dovetail.controller import stop_ray
 from dovetail.models.flops import StepUtilisation
 from dovetail.observability.timers import PhaseTimers
@@ -28,7 +29,6 @@ from dovetail.trainer.model_folders import fetch_models
 from dovetail.trainer.own_log_probs import first_mini_batch, score_others
 from dovetail.trainer.step_metrics import update_metrics
 
-GIB = 1024**3
 _PHASES = {"gen": "rollout", "old_log_prob": "old log-probs", "update_actor": "actor update"}
 _PLANNED_AS = {"gen": "rollout", "old_log_prob": "log-probs", "update_actor": "update actor"}
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from dovetail.controller import Dispatch, Worker, register
 
 _REPEATS = 3
+_TIMEOUT = timedelta(seconds=120)
 _LINK_BYTES = 16 * 1024**2
 _MAX_LINK_RANKS = 16
 """Pairs grow with the square of the ranks; beyond this many only the collectives are measured."""
@@ -39,9 +40,9 @@ class CollectivesWorker(Worker):
     """One rank of the measurement."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def measure(self, num_bytes: int, timeout_s: float) -> Bandwidths:
+    def measure(self, num_bytes: int) -> Bandwidths:
         """Raises where a collective gives a wrong number."""
-        self.init_process_group(timeout=timedelta(seconds=timeout_s))
+        self.init_process_group(timeout=_TIMEOUT)
         values = torch.empty(num_bytes // 4, dtype=torch.float32, device=self.device)
         size = self.world_size
 

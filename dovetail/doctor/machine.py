@@ -6,9 +6,8 @@ import os
 import platform
 import shutil
 
+from dovetail.config.units import GIB
 from dovetail.rewards.sandbox import detect_isolation
-
-GIB = 1024**3
 
 
 def machine() -> list[tuple[str, str]]:

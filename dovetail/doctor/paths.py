@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 from dovetail.config.effects import refuse_unsupported
 from dovetail.config.errors import ConfigError
 from dovetail.doctor.site import Site
+from dovetail.observability.disk import replacing
 
 if TYPE_CHECKING:
     from dovetail.doctor.same_update import Update
@@ -95,7 +96,7 @@ def collectives(site: Site, stage: Stage) -> str:
     group = RayWorkerGroup(pool, RayClassWithInitArgs(CollectivesWorker))
     megabytes = 256 if site.on_cuda else 64
     try:
-        seen = group.measure(megabytes * 1024**2, 120.0)
+        seen = group.measure(megabytes * 1024**2)
     finally:
         group.release()
     if site.num_devices == 1:
@@ -266,9 +267,8 @@ def run_path(site: Site, path: DoctorPath) -> bool:
         report = {"verdict": "refused", "seen": " ".join(str(problem) for problem in refusal.problems)}
     except Exception as error:  # noqa: BLE001  the process boundary: the parent shows it
         report = {"verdict": "FAILED", "seen": _headline(error), "traceback": traceback.format_exc()}
-    written = file.with_suffix(".part")
-    written.write_text(json.dumps(report))
-    written.rename(file)  # the parent never sees half a report
+    with replacing(file) as partial:  # the parent never sees half a report
+        partial.write_text(json.dumps(report))
     return report["verdict"] != "FAILED"
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from dovetail.config.errors import name_some
+from dovetail.config.wording import name_some
 from dovetail.models.errors import ModelError
 
 INDEX = "model.safetensors.index.json"

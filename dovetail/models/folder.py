@@ -13,8 +13,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from dovetail.config.adapter import adapter_folder
-from dovetail.config.errors import name_some
 from dovetail.config.model import ModelConfig
+from dovetail.config.wording import name_some
 from dovetail.models.backbone import (
     refuse_attention_that_cannot_be_packed,
     refuse_bidirectional,

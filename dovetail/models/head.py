@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 _FEW_TOKENS = 1 << 12
@@ -30,8 +30,34 @@ def chunk_rows(num_tokens: int, device: torch.device) -> int:
     return max(1, _CHUNK_BYTES.get(device.type, 1 << 27) // (4 * num_tokens))
 
 
+class Float32Head(nn.Linear):
+    """In the place of `plain`, a model's output layer: the same parameters, and logits that stay in float32
+    (`rollout.fp32_lm_head`). Of bfloat16 the layer itself would round them to 8 bits."""
+
+    def __init__(self, plain: nn.Module) -> None:
+        if type(plain) is not nn.Linear:
+            raise ValueError(
+                f"rollout.fp32_lm_head needs a plain linear output layer, this model has {type(plain).__name__}; set "
+                "it to False, or keep the head out of the LoRA targets."
+            )
+        super().__init__(plain.in_features, plain.out_features, bias=plain.bias is not None, device="meta")
+        self.weight, self.bias = plain.weight, plain.bias
+
+    def forward(self, input: Tensor) -> Tensor:
+        device = input.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
+        with torch.autocast(device, enabled=False):
+            logits = _logits(input.reshape(-1, self.in_features).to(dtype), self.weight.to(dtype), self.bias)
+        return logits.view(*input.shape[:-1], self.out_features)
+
+
+def use_float32_head(hf_model: Any) -> None:
+    """Give the model a `Float32Head`. Call it before FSDP wraps the model."""
+    hf_model.set_output_embeddings(Float32Head(hf_model.get_output_embeddings()))
+
+
 def float32_logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    """`hidden @ weight.T` in float32; the product itself runs in the type of the two."""
+    """`hidden @ weight.T` in float32. The product runs in the type of the two, its sums in float32."""
     if hidden.dtype in (torch.bfloat16, torch.float16):
         return _Float32Product.apply(hidden, weight)
     return F.linear(hidden, weight).float()
@@ -45,7 +71,7 @@ class _Float32Product(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight)
         if hidden.is_cuda:
             return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
-        return F.linear(hidden, weight).float()
+        return F.linear(hidden.float(), weight.float())
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -93,7 +119,7 @@ def adds_in_product(device: torch.device, dtype: torch.dtype) -> bool:
     the product. CUDA only, in releases with https://github.com/pytorch/pytorch/pull/167931. Tried on a small one."""
     if device.type != "cuda":
         return False
-    total = torch.arange(128.0, device=device).view(16, 8) + 0.25
+    total = torch.arange(128, dtype=torch.float32, device=device).view(16, 8) + 0.25
     left = (torch.arange(512, device=device) % 3).view(32, 16).to(dtype)
     right = (torch.arange(256, device=device) % 5).view(32, 8).to(dtype)
     expected = total + torch.mm(left.t(), right, out_dtype=torch.float32)  # small integers and quarters: exact

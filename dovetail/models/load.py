@@ -13,7 +13,6 @@ No rank ever holds the whole model. A path is a folder on this machine or a name
 from __future__ import annotations
 
 import contextlib
-import difflib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -35,6 +34,7 @@ from transformers import (
 )
 
 from dovetail.config.hub import fetch_model, is_hub_name
+from dovetail.config.wording import did_you_mean
 from dovetail.models.errors import ModelError
 from dovetail.models.longrope import use_one_set
 from dovetail.models.weights import remember_prefixes
@@ -234,9 +234,8 @@ def _override(config: PreTrainedConfig, values: Mapping[str, Any], where: str) -
         if not hasattr(config, key):
             if "drop" in key and value == 0:
                 continue  # launch scripts for many architectures turn off every dropout there is; here is none
-            close = difflib.get_close_matches(key, config.to_dict(), n=1)
-            hint = f"did you mean {close[0]}?" if close else "take it out."
-            raise ValueError(f"{where}.{key}={value!r} is not a field of {type(config).__name__}; {hint}")
+            hint = did_you_mean(key, config.to_dict()) or " Take it out."
+            raise ValueError(f"{where}.{key}={value!r} is not a field of {type(config).__name__}.{hint}")
         current = getattr(config, key)
         if isinstance(current, PreTrainedConfig) and isinstance(value, Mapping):
             _override(current, value, f"{where}.{key}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from dovetail.models.backbone import (
 from dovetail.models.exact import ExactLinear, log_probs_with_gradient
 from dovetail.models.head import (
     EntropyMemory,
+    Float32Head,
     ListedLabels,
     LogProbs,
     TokenLists,
@@ -148,7 +149,7 @@ class PolicyModel(TransformerBackbone):
     def _plain_layer(self) -> tuple[Tensor, Tensor | None]:
         """Weight and bias of the head."""
         layer = checked_layer(self.hf_model.get_output_embeddings())
-        if type(layer) is not nn.Linear:
+        if not _is_plain(layer):
             raise ValueError(
                 f"whole distributions are computed from a plain linear head, this model has {type(layer).__name__}; "
                 "keep the head out of the LoRA targets, or use distill.kl=sampled."
@@ -184,7 +185,7 @@ class PolicyModel(TransformerBackbone):
             return _exact_head(layer, hidden, labels, temperature, need_entropy, need_best, need_sum_squares)
         temperature = temperature / self._logit_scale
         if self.use_fused_kernels and not need_best:
-            if type(layer) is not nn.Linear:
+            if not _is_plain(layer):
                 raise ValueError(
                     f"the fused head needs a plain linear layer, this model has {type(layer).__name__}; "
                     "set use_fused_kernels=False, or keep the head out of the LoRA targets."
@@ -215,6 +216,11 @@ class PolicyModel(TransformerBackbone):
             need_sum_squares=need_sum_squares,
             entropy_memory=EntropyMemory(chunk_size, self.recompute_entropy),
         )
+
+
+def _is_plain(layer: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether its weight and bias say all, so that the product may be computed elsewhere."""
+    return type(layer) in (nn.Linear, Float32Head)
 
 
 def _exact_head(

@@ -1,6 +1,6 @@
 """Explain what cannot be written: a path that the user may not write, known before a run; a full disk, with the space
-that it needs and has, and what to do. `flush_to_disk` and `write_text_atomically` make what was written survive a power
-cut."""
+that it needs and has, and what to do. `replacing` leaves no half file; `flush_to_disk` and `write_text_atomically` make
+what was written survive a power cut."""
 
 from __future__ import annotations
 
@@ -76,13 +76,21 @@ def flush_to_disk(path: Path) -> None:
 
 def write_text_atomically(path: Path, text: str) -> None:
     """Replace a small file so that a reader sees the old or the new text, never half, even after a power cut."""
-    temporary = path.with_name(f".{path.name}.partial")
-    with open(temporary, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    with replacing(path) as partial:
+        partial.write_text(text)
+        flush_to_disk(partial)
     flush_to_disk(path.parent)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Where to write what replaces `path` at the end: a reader sees the old file or the new one, never half."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        yield partial
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def make_readable(folder: Path) -> None:

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-_GIB = 1024**3
+from dovetail.config.units import GIB
 
 
 def peak_resident_gib() -> float:
@@ -85,7 +85,7 @@ class DevicePeaks:
             with self._lock:
                 self._fold()
                 self._open.remove(running)
-        phase.peak_gib = running.peak / _GIB
+        phase.peak_gib = running.peak / GIB
 
     def mark(self) -> None:
         """An edge inside a phase: an engine has just woken, or is about to fall asleep."""
@@ -96,7 +96,7 @@ class DevicePeaks:
         with self._lock:
             allocated = max(self._run_allocated, self._counter.peak_allocated())
             reserved = max(self._run_reserved, self._counter.peak_reserved())
-        return RunPeaks(allocated / _GIB, reserved / _GIB)
+        return RunPeaks(allocated / GIB, reserved / GIB)
 
     def _fold(self) -> None:
         """Give the peak since the last edge to the run and to every open phase, and begin again from here."""

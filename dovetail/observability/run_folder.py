@@ -40,7 +40,7 @@ import orjson
 
 from dovetail.config.keys import is_secret_key
 from dovetail.config.tree import leaves
-from dovetail.observability.disk import DiskFullError, explaining_full_disk, flush_to_disk
+from dovetail.observability.disk import DiskFullError, explaining_full_disk, flush_to_disk, replacing
 
 logger = logging.getLogger(__name__)
 
@@ -253,15 +253,9 @@ def write_json_lines(file: Path, rows: Iterable[Mapping[str, Any]], *, advice: s
 def write_text(file: Path, text: str, *, advice: str = "") -> None:
     """Replace a file so that a reader sees the old one or the complete new one."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_name(f".{file.name}.{os.getpid()}.partial")
-    try:
-        with explaining_full_disk(file, advice=advice):
-            # What a model or a tool wrote may hold half a character (`\ud800` in JSON): that must not end a run.
-            temporary.write_text(text, encoding="utf-8", errors="replace")
-        os.replace(temporary, file)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    with replacing(file) as partial, explaining_full_disk(file, advice=advice):
+        # What a model or a tool wrote may hold half a character (`\ud800` in JSON): that must not end a run.
+        partial.write_text(text, encoding="utf-8", errors="replace")
 
 
 def append_json_lines(file: Path, entries: Iterable[Mapping[str, Any]]) -> None:

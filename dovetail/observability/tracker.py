@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+from dovetail.config.wording import did_you_mean
 from dovetail.observability.console import StepConsole
 from dovetail.observability.run_folder import RunFolder
 from dovetail.observability.sinks import SINKS, RunFacts, ShownAnswer, Sink, open_sinks
@@ -103,9 +103,8 @@ def check_logger_names(names: Sequence[str]) -> None:
     known = ("console", *_ALWAYS, *SINKS)
     for name in names:
         if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {close[0]}? " if close else ""
-            raise ValueError(f"trainer.logger={name} is not known; {hint}There are {', '.join(known)}.")
+            hint = did_you_mean(name, known)
+            raise ValueError(f"trainer.logger={name} is not known.{hint} There are {', '.join(known)}.")
 
 
 def finite_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:

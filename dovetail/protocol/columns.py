@@ -6,7 +6,6 @@ columns about responses are brought to one width when batches are put together.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
+from dovetail.config.wording import did_you_mean
 from dovetail.protocol.compare import Column, first_difference
 
 PAD_TOKEN_ID = "pad_token_id"
@@ -84,11 +84,9 @@ def check_known(what: str, wanted: Iterable[str], known: Iterable[str]) -> None:
 
 def missing_keys_message(what: str, missing: Iterable[str], known: Iterable[str]) -> str:
     """Name the missing keys, the nearest known ones and all that is there."""
-    known, parts = sorted(known), []
-    for key in missing:
-        near = difflib.get_close_matches(str(key), known, n=1)
-        parts.append(f"{key!r} (did you mean {near[0]!r}?)" if near else f"{key!r}")
-    return f"{what} has no {', '.join(parts)}; it has {known}."
+    missing, known = list(missing), sorted(known)
+    hints = "".join(dict.fromkeys(did_you_mean(key, known) for key in missing))
+    return f"{what} has no {', '.join(map(repr, missing))}.{hints} It has {known}."
 
 
 def concat_tokens(name: str, parts: Sequence[torch.Tensor], pad_token_id: int) -> torch.Tensor:

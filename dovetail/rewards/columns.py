@@ -116,19 +116,15 @@ def _column(entries: Sequence[Any]) -> np.ndarray:
 _DUMPED = ("input", "output", "gts", "score", "step")
 
 
-def answer_records(
-    batch: DataProto, tokenizer: Decoder, solution_strs: Sequence[str] | None = None
-) -> list[dict[str, Any]]:
+def answer_records(batch: DataProto, tokenizer: Decoder) -> list[dict[str, Any]]:
     """One dict per row. Columns that are not there yet (advantages, log-probs) are left out.
 
     `logprob_gap` is the mean absolute difference between engine and trainer over the sampled tokens, `advantage` the
-    mean over them. `solution_strs` saves a second decoding (`RewardResult.solution_strs`), as does what scoring
-    processes have decoded.
+    mean over them. What scoring processes have decoded is not decoded again.
     """
-    responses = list(solution_strs) if solution_strs is not None else _texts(batch, tokenizer)
     columns: dict[str, Sequence[Any]] = {
         "prompt": decode_prompts(batch, tokenizer),
-        "response": responses,
+        "response": _texts(batch, tokenizer),
         "response_length": response_attention(batch).sum(-1).tolist(),
         **_from_dataset(batch),
         **_from_tensors(batch),

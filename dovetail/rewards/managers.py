@@ -6,13 +6,13 @@ A manager runs in the driver and must not block: the functions themselves run in
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
 
 from dovetail.algorithms import compute_overlong_penalty
+from dovetail.config.wording import did_you_mean
 from dovetail.protocol import DataProto
 from dovetail.rewards.answers import Answer, Decoder, read_answers
 from dovetail.rewards.errors import Failure
@@ -40,11 +40,9 @@ def register_reward_manager(*names: str) -> Callable[[_Manager], _Manager]:
 def find_reward_manager(name: str) -> type[RewardManager]:
     if name in _MANAGERS:
         return _MANAGERS[name]
-    close = difflib.get_close_matches(name, _MANAGERS, n=1)
-    hint = f"did you mean {close[0]}? " if close else ""
     raise ValueError(
-        f"reward_model.reward_manager={name} is not known; {hint}There are {', '.join(sorted(_MANAGERS))}; "
-        "reward_model.reward_manager_module.path names a file with your own."
+        f"reward_model.reward_manager={name} is not known.{did_you_mean(name, _MANAGERS)} "
+        f"There are {', '.join(sorted(_MANAGERS))}; reward_model.reward_manager_module.path names a file with your own."
     )
 
 

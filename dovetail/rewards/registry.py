@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from dovetail.config.wording import did_you_mean
 from dovetail.rewards.errors import RewardError
 from dovetail.rewards.sandbox import announce_isolation
 
@@ -141,8 +141,7 @@ def check_sources(data_sources: Sequence[str], kwargs: Mapping[str, Any]) -> Non
 
 def unknown_source_message(data_source: str) -> str:
     known = sorted({*DATA_SOURCES, *_CUSTOM})
-    close = difflib.get_close_matches(str(data_source), known, n=1)
-    hint = f" Did you mean {close[0]!r}?" if close else ""
+    hint = did_you_mean(data_source, known)
     return (
         f"there is no reward rule for data_source {data_source!r}.{hint} Known: {', '.join(known)}. "
         "Score it with a function of your own (reward=FILE.py:NAME, in full custom_reward_function.path); an agent's "
@@ -153,8 +152,8 @@ def unknown_source_message(data_source: str) -> str:
 def find_rule(name: str) -> RewardFn:
     """A rule by its own name."""
     if name not in RULES:
-        close = difflib.get_close_matches(name, RULES, n=1)
-        hint = f"did you mean {close[0]}? There" if close else "there"
-        raise ValueError(f"there is no reward rule {name!r}; {hint} are {', '.join(sorted(RULES))}.")
+        raise ValueError(
+            f"there is no reward rule {name!r}.{did_you_mean(name, RULES)} There are {', '.join(sorted(RULES))}."
+        )
     module, function = RULES[name]
     return getattr(importlib.import_module(module), function)

@@ -10,10 +10,12 @@ the same text, too. Columns of the row are looked up in `extra_info`.
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
+
+from dovetail.config.signatures import missing_arguments, named_arguments
+from dovetail.config.wording import did_you_mean
 
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
@@ -61,7 +63,7 @@ def adapt_function(
     try:
         signature.bind(**dict.fromkeys(arguments), **kwargs)
     except TypeError as error:
-        names = _names(signature)
+        names = {p.name for p in signature.parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.POSITIONAL_ONLY)}
         is_batch = tuple(arguments) == BATCH_ARGUMENTS
         if "completions" in names:
             _refuse_missing(signature, [*_GIVEN, "prompts", "completions", *kwargs], columns)
@@ -132,11 +134,8 @@ def _completion(text: str, prompt: Any) -> Any:
 
 
 def _wanted(signature: inspect.Signature, values: Mapping[str, Any], columns: Iterable[str]) -> dict[str, Any]:
-    parameters = signature.parameters.values()
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return dict(values)
     _refuse_missing(signature, values, columns)
-    return {name: values[name] for name in _names(signature) if name in values}
+    return named_arguments(signature, values)
 
 
 def _refuse_missing(signature: inspect.Signature, given: Iterable[str], columns: Iterable[str] | None) -> None:
@@ -144,15 +143,7 @@ def _refuse_missing(signature: inspect.Signature, given: Iterable[str], columns:
     if columns is None:
         return
     known = {*given, *columns}
-    required = (name for name in _names(signature) if signature.parameters[name].default is inspect.Parameter.empty)
-    missing = [name for name in required if name not in known]
-    if missing:
-        close = difflib.get_close_matches(missing[0], map(str, known), n=1)
-        hint = f" Did you mean {close[0]}?" if close else ""
+    if missing := missing_arguments(signature, known):
+        hint = did_you_mean(missing[0], known)
         named = ", ".join(sorted(map(str, columns))) or "no other columns"
         raise MissingColumnError(f"the reward function asks for {', '.join(missing)}; the row has {named}.{hint}")
-
-
-def _names(signature: inspect.Signature) -> list[str]:
-    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return [name for name, parameter in signature.parameters.items() if parameter.kind in by_name]

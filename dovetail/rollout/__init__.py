@@ -12,22 +12,13 @@ from dovetail.rollout.base import (
     WeightUpdateError,
     derive_seed,
 )
-from dovetail.rollout.registry import (
-    EngineEntry,
-    MissingLibraryError,
-    engine_names,
-    get_engine_class,
-    get_rollout_class,
-    register_engine,
-)
+from dovetail.rollout.registry import get_engine_class, get_rollout_class, register_engine
 
 __all__ = [
-    "EngineEntry",
     "EngineError",
     "EngineHealth",
     "GenerationRequest",
     "GenerationResult",
-    "MissingLibraryError",
     "Response",
     "RolloutEngine",
     "SamplingParams",
@@ -35,7 +26,6 @@ __all__ = [
     "WeightUpdateError",
     "assemble",
     "derive_seed",
-    "engine_names",
     "get_engine_class",
     "get_rollout_class",
     "register_engine",

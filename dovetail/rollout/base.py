@@ -265,6 +265,15 @@ class RolloutEngine(ABC):
         `None` says the weights have already changed in place (engines that share the trainer's memory only).
         """
 
+    def _sent(self, weights: Iterable[tuple[str, torch.Tensor]] | None) -> Iterable[tuple[str, torch.Tensor]]:
+        """What an engine with weights of its own needs from `update_weights`."""
+        if weights is None:
+            raise ValueError(
+                "update_weights(None) is for engines that share the trainer's memory; "
+                f"this {self.name} engine has its own: send them."
+            )
+        return weights
+
     def stage_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Receive new weights while generation goes on with the old ones; `commit_weights` swaps them in.
 

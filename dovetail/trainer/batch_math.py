@@ -22,8 +22,8 @@ from dovetail.algorithms import (
 from dovetail.algorithms.aggregate import trajectory_row_weights
 from dovetail.algorithms.masked import moved_to_kept
 from dovetail.algorithms.pf_ppo import draw_pf_ppo_rows
-from dovetail.algorithms.plugin_calls import named_arguments
 from dovetail.config.algorithm import AlgorithmConfig
+from dovetail.config.signatures import named_arguments
 from dovetail.config.view import ConfigView
 from dovetail.protocol import DataProto
 from dovetail.protocol.trajectories import one_row_each, trajectories_of, turn_numbers

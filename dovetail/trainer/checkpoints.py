@@ -3,7 +3,7 @@
 global_step_N/actor      sharded weights, optimizer, schedule, random state (and huggingface/ when asked for)
 global_step_N/critic     the same of the critic
 global_step_N/trainer.json   where the data stands, the KL coefficient, the number of prompts drawn, the step's metrics
-global_step_N/manifest.json  every file, with size and checksum; written last
+global_step_N/manifest.json  every file, with size and checksum, and the value of `trainer.save_best`; written last
 global_step_N/surplus.safetensors   groups that dynamic sampling carries over to the next step
 global_step_N/stream_*.safetensors  of `rollout_stream`: groups that wait for a step, and unfinished ones
 
@@ -13,6 +13,7 @@ and its name when all have written it; until then, the checkpoint before it is t
 
 from __future__ import annotations
 
+import difflib
 import json
 import logging
 from collections.abc import Iterator, Mapping
@@ -22,8 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.checkpoint.manifest import BrokenCheckpoint, verify_folder
+from dovetail.checkpoint.score import Score, score_of
 from dovetail.checkpoint.store import CheckpointStore
+from dovetail.config import ConfigError
 from dovetail.config.actor import CheckpointConfig
+from dovetail.config.errors import Problem
 from dovetail.config.root import DovetailConfig
 from dovetail.controller import WorkerError, WorkerGroup
 from dovetail.observability.disk import DiskFullError, free_bytes, is_full_disk
@@ -57,6 +61,7 @@ class _OpenSave:
     writing: list[WorkerGroup] = field(default_factory=list)
     parts: dict[str, int] = field(default_factory=dict)
     """Folder of each role, and the number of ranks that write into it."""
+    score: Score | None = None
 
 
 class TrainerCheckpoints:
@@ -68,6 +73,7 @@ class TrainerCheckpoints:
         """Of the checkpoint that was loaded: what belongs to later steps, by the name of its file."""
         self._store = CheckpointStore(config.trainer.run_dir, max_to_keep=config.trainer.max_actor_ckpt_to_keep)
         self._open: _OpenSave | None = None
+        self._validated = False
 
     @property
     def resumes(self) -> bool:
@@ -86,7 +92,7 @@ class TrainerCheckpoints:
         settings = {"actor": self._config.actor_rollout_ref.actor.checkpoint, "critic": self._config.critic.checkpoint}
         with self._complete_or_absent(step):
             folder = self._store.begin(step)
-            save = _OpenSave(step)
+            save = _OpenSave(step, score=self._score(state["metrics"]))
             for name, group in groups.trained.items():
                 self._save_role(group, settings[name], folder / name, save)
             for name, rows in (carried or {}).items():
@@ -96,6 +102,27 @@ class TrainerCheckpoints:
             )
         self._open = save
         return [*finished, *(self.finish() if not save.writing else [])]
+
+    def is_best(self, metrics: Mapping[str, float]) -> bool:
+        """Whether a step with these metrics was validated as better than every checkpoint (`trainer.save_best`)."""
+        score = self._score(metrics)
+        others = [*self._store.scores().values(), *([self._open.score] if self._open and self._open.score else [])]
+        return score is not None and all(score.beats(other) for other in others)
+
+    def check_validation(self, metrics: Mapping[str, float]) -> None:
+        """Refuse a `trainer.save_best` that the first validation, with these metrics, does not report."""
+        wanted, is_first = self._config.trainer.save_best, not self._validated
+        self._validated = self._validated or bool(metrics)
+        if wanted is None or wanted in metrics or not (is_first and metrics):
+            return
+        close = difflib.get_close_matches(wanted, metrics, n=1, cutoff=0.0)
+        near = f"; did you mean {close[0]}?" if close else "."
+        why = f"trainer.save_best={wanted} is no metric of the validation{near} It has {', '.join(sorted(metrics))}."
+        raise ConfigError([Problem("trainer.save_best", why)])
+
+    def _score(self, metrics: Mapping[str, float]) -> Score | None:
+        settings = self._config.trainer
+        return score_of(metrics, settings.save_best, settings.best_mode)
 
     def poll(self) -> list[int]:
         """Finish the save in the background if all of it is written; never waits."""
@@ -111,7 +138,8 @@ class TrainerCheckpoints:
         with self._complete_or_absent(save.step):
             for group in save.writing:
                 group.finish_saving()
-            self._store.commit(save.step, world_size=self._config.trainer.world_size, parts=save.parts)
+            extra = save.score.as_extra() if save.score else None
+            self._store.commit(save.step, world_size=self._config.trainer.world_size, parts=save.parts, extra=extra)
         self._store.prune()
         return [save.step]
 

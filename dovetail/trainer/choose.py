@@ -22,9 +22,10 @@ from dovetail.config.actor import ActorConfig
 from dovetail.config.errors import ConfigError, Notice
 from dovetail.config.load import LoadedConfig
 from dovetail.config.plan import Shapes, make_plan, read_shapes
-from dovetail.config.plan.layout import GIB, make_layouts
+from dovetail.config.plan.layout import make_layouts
 from dovetail.config.root import DovetailConfig
 from dovetail.config.tree import Tree, leaves, nested
+from dovetail.config.units import GIB
 from dovetail.config.validate import build
 from dovetail.trainer.inputs import no_gpu
 
@@ -390,10 +391,10 @@ def _prompts(choices: _Choices) -> _Prompts:
 def _count_rows(config: DovetailConfig) -> int:
     """Rows of the training files; 0 where they cannot be read, which the checks of the run report."""
     from dovetail.data.errors import DataError
-    from dovetail.data.files import read_rows
+    from dovetail.data.files import count_rows
 
     try:
-        return sum(len(read_rows(path)) for path in config.data.train_paths)
+        return sum(count_rows(path) for path in config.data.train_paths)
     except (DataError, FileNotFoundError):
         return 0
 

@@ -17,9 +17,10 @@ import torch
 
 from dovetail.algorithms.distillation import clamp_signal, distillation_advantages
 from dovetail.config import ConfigError
-from dovetail.config.errors import Problem, name_some
+from dovetail.config.errors import Problem
 from dovetail.config.methods import DistillConfig
 from dovetail.config.root import DovetailConfig
+from dovetail.config.wording import name_some
 from dovetail.controller import WorkerGroup
 from dovetail.data.prompts import PromptDataset
 from dovetail.models.load import load_tokenizer

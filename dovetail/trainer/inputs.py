@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.config.adapter import adapter_problems
-from dovetail.config.errors import ConfigError, Problem, name_some
+from dovetail.config.errors import ConfigError, Problem
 from dovetail.config.hub import is_hub_name
 from dovetail.config.installed import missing_libraries
 from dovetail.config.model import ModelConfig
 from dovetail.config.plan.model_shape import ModelShapeError, read_config_json
 from dovetail.config.root import DovetailConfig
 from dovetail.config.user_code import PACKAGE_PREFIX, PICKLED, split_address
+from dovetail.config.wording import name_some
 from dovetail.data.errors import DataError
 from dovetail.models.errors import ModelError
 from dovetail.observability.disk import why_not_writable

@@ -7,7 +7,6 @@ model's folder lies now.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from torch import Tensor
 from dovetail.algorithms.offline.registry import REF_LOG_PROB
 from dovetail.data.errors import DataError
 from dovetail.data.preferences import PreferenceDataset
+from dovetail.observability.disk import replacing
 from dovetail.protocol import DataProto
 
 logger = logging.getLogger(__name__)
@@ -63,12 +63,8 @@ class ReferenceLogProbs:
                 for start in range(0, len(dataset), _AT_A_TIME)
             ]
             self._tables[name] = torch.cat(parts).float().reshape(len(dataset), 2)
-        partial = self._file.with_name(f".{FILE}.{os.getpid()}.partial")
-        try:
+        with replacing(self._file) as partial:
             save_file(self._tables, partial, metadata=self._facts)
-            os.replace(partial, self._file)
-        finally:
-            partial.unlink(missing_ok=True)
 
     def add_to(self, batch: DataProto, name: str) -> DataProto:
         """The batch with the reference's column."""

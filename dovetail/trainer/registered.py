@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from dovetail.algorithms import get_adv_estimator_fn, get_policy_loss_fn
-from dovetail.algorithms.plugin_calls import missing_arguments
 from dovetail.config import ConfigError
 from dovetail.config.errors import Problem
 from dovetail.config.root import DovetailConfig
+from dovetail.config.signatures import missing_arguments
 from dovetail.observability.tracker import check_logger_names
 
 _ALWAYS = (

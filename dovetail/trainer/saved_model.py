@@ -30,6 +30,7 @@ _WITHOUT_TRAINING = (
     "algorithm.use_kl_in_reward=False",
     "algorithm.filter_groups.enable=False",
     "async_training.mode=off",
+    "trainer.save_best=null",
     "trainer.rollout_data_dir=null",
     "trainer.validation_data_dir=null",
 )
@@ -103,17 +104,29 @@ def find_model(given: str) -> SavedModel:
     return SavedModel(str(checkpoint_folder(Path(given).expanduser()).absolute()), is_checkpoint=True)
 
 
-def checkpoint_folder(given: Path) -> Path:
-    """The checkpoint that `given` is, or the newest one of the run folder that it is."""
+def checkpoint_folder(given: Path, *, best: bool = False) -> Path:
+    """The checkpoint that `given` is, or the newest (or best) one of the run folder that it is."""
     from dovetail.checkpoint.manifest import MANIFEST_NAME, verify_folder
     from dovetail.checkpoint.store import CheckpointStore
 
     if not given.is_dir():
         raise FileNotFoundError(f"{given} is no folder; give a global_step_N folder or the run folder it is in.")
     if (given / MANIFEST_NAME).exists():
+        if best:
+            raise FileNotFoundError(f"{given} is one checkpoint, and --best chooses one of a run folder; leave it out.")
         verify_folder(given)
         return given
-    newest = CheckpointStore(given).latest()
+    store = CheckpointStore(given)
+    if best and store.steps():
+        folder = store.best()
+        if folder is None:
+            raise FileNotFoundError(
+                f"{given} has no best checkpoint: none was validated with trainer.save_best. Leave --best out, or name "
+                "a global_step_N folder."
+            )
+        verify_folder(folder)
+        return folder
+    newest = store.latest()
     if newest is None:
         raise FileNotFoundError(
             f"{given} is no checkpoint and holds none; give a global_step_N folder or the run folder it is in. A run "

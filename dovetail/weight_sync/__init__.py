@@ -13,9 +13,8 @@ from dovetail.weight_sync.checksum import (
     WeightMismatchError,
     require_equal,
     tensor_checksum,
-    weight_checksum,
 )
-from dovetail.weight_sync.disk import DiskVersion, DiskWeights
+from dovetail.weight_sync.disk import write_version
 from dovetail.weight_sync.group import GroupAddress, GroupFailedError
 from dovetail.weight_sync.sharding_manager import (
     FSDPSGLangShardingManager,
@@ -45,8 +44,6 @@ __all__ = [
     "BroadcastFailedError",
     "Bucket",
     "BucketEntry",
-    "DiskVersion",
-    "DiskWeights",
     "ExpectedWeights",
     "FSDPSGLangShardingManager",
     "FSDPVLLMShardingManager",
@@ -72,6 +69,6 @@ __all__ = [
     "require_equal",
     "shared_memory_buckets",
     "tensor_checksum",
-    "weight_checksum",
     "write_peft_folder",
+    "write_version",
 ]

@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dovetail.controller.rendezvous import open_store
+from dovetail.controller.rendezvous import LOOPBACK, open_store
 from dovetail.observability.waits import waiting
 from dovetail.weight_sync.buckets import DEFAULT_BUCKET_BYTES, Bucket, BucketEntry, entries_of, iter_buckets
-from dovetail.weight_sync.group import LOOPBACK, GroupAddress, GroupBackend, GroupFailedError, TransferGroup
+from dovetail.weight_sync.group import GroupAddress, GroupBackend, GroupFailedError, TransferGroup
 from dovetail.weight_sync.stream import NamedTensors
 
 logger = logging.getLogger(__name__)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import bisect
 import functools
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor
 
+from dovetail.config.wording import name_some
 from dovetail.weight_sync.stream import NamedTensors
 
-_MAX_NAMED = 8
 _BLOCK = 1 << 16
 # Blocks of one launch, whose products in 64 bits take 32 MiB; on a CPU no more than its cache holds.
 _AT_ONCE = {"cpu": 4}
@@ -21,17 +21,6 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 class WeightMismatchError(RuntimeError):
     """Two sides that must hold equal weights do not. The message names the tensors."""
-
-
-def weight_checksum(
-    weights: NamedTensors, sample: Collection[str] | None = None, *, dtype: torch.dtype | None = None
-) -> dict[str, str]:
-    """Checksum by name, of the tensors named in `sample` (None: all), rounded to `dtype` first if given.
-
-    The whole stream is taken even so: a sharded source gathers collectively.
-    """
-    wanted = None if sample is None else frozenset(sample)
-    return {name: tensor_checksum(tensor, dtype) for name, tensor in weights if wanted is None or name in wanted}
 
 
 def tensor_checksum(tensor: Tensor, dtype: torch.dtype | None = None) -> str:
@@ -112,8 +101,6 @@ def require_equal(sent: Mapping[str, str], held: Mapping[str, str], *, where: st
         raise WeightMismatchError(f"no tensor could be compared with {where}; the checksums prove nothing.")
     different = sorted(name for name in shared if sent[name] != held[name])
     if different:
-        more = f" and {len(different) - _MAX_NAMED} more" if len(different) > _MAX_NAMED else ""
         raise WeightMismatchError(
-            f"{len(different)} of {len(shared)} compared tensors differ in {where}: "
-            f"{', '.join(different[:_MAX_NAMED])}{more}."
+            f"{len(different)} of {len(shared)} compared tensors differ in {where}: {name_some(different, 8)}."
         )

@@ -18,10 +18,10 @@ from typing import Any, Literal
 import torch.distributed as dist
 from torch import Tensor
 
+from dovetail.controller.rendezvous import LOOPBACK
 from dovetail.observability.waits import Wait, waiting
 
 GroupBackend = Literal["gloo", "nccl"]
-LOOPBACK = "127.0.0.1"
 _SENDER = 0
 _FIRST_POLL_S, _LONGEST_POLL_S = 0.00005, 0.01
 _SECONDS_BETWEEN_CHECKS = 0.2

@@ -16,13 +16,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dovetail.config.adapter import ADAPTER_PREFIX, ADAPTER_SETTINGS, ADAPTER_WEIGHTS
+from dovetail.config.wording import name_some
 
 NamedTensors: TypeAlias = Iterable[tuple[str, Tensor]]
 """Full tensors under Hugging Face names, in any order. A tensor is valid until the next one is asked for."""
 
 # Matrices that engines keep in float32 beside half-precision weights: routers of experts, state-space decays.
 _FULL_PRECISION = re.compile(r"(?:^|[._])(?:gate|router|A_log)(?:\.weight)?$")
-_MAX_NAMED = 8
 
 
 class GatheredWeights:
@@ -106,9 +106,7 @@ class WeightAccount:
         """What never arrived; None when the update is complete."""
         if not self._missing:
             return None
-        names = sorted(self._missing)
-        more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
-        return f"no tensor was given for {', '.join(names[:_MAX_NAMED])}{more}."
+        return f"no tensor was given for {name_some(sorted(self._missing), 8)}."
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ from dovetail.algorithms import (
     kl_penalty,
 )
 from dovetail.algorithms.aggregate import token_share
-from dovetail.algorithms.kl import k3_kl
+from dovetail.algorithms.kl import UNBIASED_KL, k3_kl, unbiased_kl
 from dovetail.algorithms.plugin_calls import as_policy_loss
-from dovetail.algorithms.rollout_correction import MAX_LOG_WEIGHT, interpolate_old_log_prob
+from dovetail.algorithms.rollout_correction import MAX_LOG_WEIGHT, interpolate_old_log_prob, off_policy_mask
 from dovetail.backends.base import ForwardOptions, LossFn, TokenOutput, TrainBackend
 from dovetail.config.actor import ActorConfig
 from dovetail.config.algorithm import RolloutCorrectionConfig
@@ -100,6 +100,8 @@ class DataParallelPPOActor:
         self._needs_signal = policy_loss.__module__.startswith("dovetail.")
         self._select_tokens = get_policy_loss_selector(loss_mode)
         self._loss_columns = get_policy_loss_columns(loss_mode)
+        unbiased = config.use_kl_loss and config.kl_loss_type == UNBIASED_KL
+        self._compares_with_engine = unbiased or config.policy_loss.off_policy_mask_threshold is not None
         self._seed = seed
         self._adapters = adapters
         self.num_updates = 0
@@ -146,6 +148,8 @@ class DataParallelPPOActor:
         teacher = self._teacher if "teacher_hidden" in batch else None
         options = replace(options, listed="teacher_top_ids" in batch, teacher=teacher)
         distills_alone = self._needs_signal and (options.listed or teacher is not None) and not _has_signal(batch)
+        # Where the old log-probs had a pass of their own, the mismatch with the engine is known before the update.
+        reports_mismatch = self._bypass or "old_log_probs" not in batch
         log = StepLog("actor")
         steps = optimizer_steps(batch, self._mini_batch_rows, self.config, seed=self._seed + self.num_updates)
         own: list[Tensor] = []
@@ -158,7 +162,9 @@ class DataParallelPPOActor:
             plan = plan_micro_batches(mini_batch, self._update_limit, self.backend)
             if self._select_tokens is not None:
                 mini_batch = self._with_selection(mini_batch, plan, options)
-            loss_fn = self._loss_fn(counts, distills_alone, log_probs=own if is_own else None)
+            loss_fn = self._loss_fn(
+                counts, distills_alone, log_probs=own if is_own else None, reports_mismatch=reports_mismatch
+            )
             parts = self.backend.forward_backward(cut(mini_batch, plan), loss_fn, options)
             # The schedule counts training steps, as users set it, not the optimizer steps inside one.
             step = self.backend.optim_step(advance_schedule=index == len(steps) - 1)
@@ -168,8 +174,8 @@ class DataParallelPPOActor:
         self.num_updates += 1
         metrics = log.result()
         if _RATIO_SQUARE in metrics:
-            square = metrics.pop(_RATIO_SQUARE)
-            metrics["rollout_corr/eff_sample_size"] = metrics.pop(_RATIO) ** 2 / square if square else 0.0
+            ratio, square = metrics.pop(_RATIO), metrics.pop(_RATIO_SQUARE)
+            metrics["rollout_corr/eff_sample_size"] = ratio**2 / square if square else 0.0
         if self.config.use_kl_loss:
             metrics["actor/kl_coef"] = self.config.kl_loss_coef
         return PolicyUpdate(metrics, None if old_log_probs is None else old_log_probs.cpu())
@@ -210,13 +216,20 @@ class DataParallelPPOActor:
         elif "rollout_log_probs" in data:
             # Without a log-prob pass of its own, the mismatch between engine and trainer is measured in the update.
             names.append("rollout_log_probs")
+        if self._compares_with_engine and "rollout_log_probs" in data and "rollout_log_probs" not in names:
+            names.append("rollout_log_probs")
         if self.config.use_kl_loss or (self._distill is not None and self._distill.is_estimate):
             names.append("ref_log_prob")
         names += [name for name in ("rollout_is_weights", LOSS_WEIGHT, *TEACHER_COLUMNS) if name in data]
         return take_columns(data, [*names, *self._loss_columns])
 
     def _loss_fn(
-        self, mini_batch_counts: BatchCounts, distills_alone: bool, *, log_probs: list[Tensor] | None = None
+        self,
+        mini_batch_counts: BatchCounts,
+        distills_alone: bool,
+        *,
+        reports_mismatch: bool,
+        log_probs: list[Tensor] | None = None,
     ) -> LossFn:
         """The loss of one optimizer step. Adds what each micro-batch has to `log_probs`."""
         config = self.config
@@ -236,11 +249,13 @@ class DataParallelPPOActor:
                 policy = log_prob.detach() if self._bypass else old_log_prob
                 assert engine is not None, "a batch of stale responses has the engine's log-probs"
                 mask, weights = correction_terms(policy, engine, mask, self._correction)
+            sampler = old_log_prob if engine is None else engine.to(log_prob.device)
+            advantages, dropped = self._advantages(columns["advantages"], log_prob.detach(), sampler, full_mask)
             loss, metrics = self._policy_loss(
                 old_log_prob=old_log_prob,
                 # Without a gradient to give, the sampled tokens' log-probs need no backward through the output layer.
                 log_prob=log_prob.detach() if distills_alone else log_prob,
-                advantages=columns["advantages"],
+                advantages=advantages,
                 response_mask=mask,
                 rollout_is_weights=weights,
                 loss_selection=columns.get("loss_selection"),
@@ -249,7 +264,9 @@ class DataParallelPPOActor:
                 **self._loss_settings(),
             )
             metrics = {"actor/pg_loss": loss.detach(), **metrics}
-            if engine is not None:
+            if dropped is not None:
+                metrics["actor/off_policy_masked_fraction"] = token_share(dropped.float(), full_mask, counts)
+            if engine is not None and reports_mismatch:
                 metrics |= _engine_mismatch(log_prob.detach(), engine, full_mask, counts)
             if self._correction is not None and self._correction.rollout_rs is not None:
                 rejected = full_mask.float() - mask.float()
@@ -261,7 +278,7 @@ class DataParallelPPOActor:
                 # Nats per token, as the pass for the old log-probs reports it, however the loss adds tokens up.
                 metrics["actor/entropy"] = token_share(entropies.detach(), full_mask, counts)
             if config.use_kl_loss:
-                token_kl = kl_penalty(log_prob, columns["ref_log_prob"], config.kl_loss_type)
+                token_kl = self._token_kl(log_prob, columns["ref_log_prob"], sampler)
                 kl = agg_loss(token_kl, mask, mode, counts=counts, loss_scale_factor=scale)
                 loss = loss + config.kl_loss_coef * kl
                 metrics["actor/kl_loss"] = kl.detach()
@@ -272,6 +289,21 @@ class DataParallelPPOActor:
             return loss, metrics
 
         return loss_fn
+
+    def _advantages(
+        self, advantages: Tensor, log_prob: Tensor, sampling_log_prob: Tensor, mask: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """Without those of `off_policy_mask`, which a loss then gives no gradient. And which tokens these are."""
+        threshold = self.config.policy_loss.off_policy_mask_threshold
+        if threshold is None:
+            return advantages, None
+        dropped = off_policy_mask(log_prob, sampling_log_prob, advantages, mask, threshold)
+        return advantages.masked_fill(dropped, 0.0), dropped
+
+    def _token_kl(self, log_prob: Tensor, ref_log_prob: Tensor, sampling_log_prob: Tensor) -> Tensor:
+        if self.config.kl_loss_type == UNBIASED_KL:
+            return unbiased_kl(log_prob, ref_log_prob, sampling_log_prob)
+        return kl_penalty(log_prob, ref_log_prob, self.config.kl_loss_type)
 
     def _loss_settings(self) -> dict[str, Any]:
         config = self.config
@@ -284,7 +316,7 @@ class DataParallelPPOActor:
             "clip_ratio_c": config.clip_ratio_c,
             "tau_pos": config.tau_pos,
             "tau_neg": config.tau_neg,
-            **config.policy_loss.model_dump(exclude={"loss_mode"}),
+            **config.policy_loss.model_dump(exclude={"loss_mode", "off_policy_mask_threshold"}),
         }
 
     def _with_selection(self, mini_batch: DataProto, plan: MicroBatchPlan, options: ForwardOptions) -> DataProto:

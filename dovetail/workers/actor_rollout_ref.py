@@ -241,6 +241,7 @@ class ActorRolloutRefWorker(CheckpointedRole):
             world_size=self.world_size,
             use_torch_compile=policy.ref.use_torch_compile,
             share_prefixes=policy.actor.use_prefix_grouper,
+            fp32_head=policy.rollout.fp32_lm_head,
             longest_row=policy.rollout.context_length,
             device=self.device,
         )

@@ -24,6 +24,7 @@ from dovetail.models.activations import enable_gradient_checkpointing
 from dovetail.models.compile import compile_layers
 from dovetail.models.exact import use_exact_modules
 from dovetail.models.fp8 import Recipe, use_fp8_projections
+from dovetail.models.head import use_float32_head
 from dovetail.models.load import Role, build_meta_model, load_config, model_folder
 from dovetail.models.lora import add_adapters
 from dovetail.models.policy import PolicyModel
@@ -59,12 +60,13 @@ def build_policy(
     recompute_entropy: bool = False,
     share_prefixes: bool = False,
     exact: bool = False,
+    fp32_head: bool = False,
     ahead: Sequence[Pass] = (),
     longest_row: int | None = None,
     device: torch.device,
 ) -> TrainBackend:
     """The actor (`optim` given) or the reference. LoRA adapters go into the actor only. `exact`: `models.exact`;
-    `longest_row`: `models.longrope`.
+    `fp32_head`: `models.head.Float32Head`; `longest_row`: `models.longrope`.
 
     `ahead`: the passes whose layers, if they are compiled, may be so while weights are loaded (`compile_ahead`).
     """
@@ -90,6 +92,8 @@ def build_policy(
         _freeze_vision_towers(hf_model)
     if exact:
         use_exact_modules(hf_model)
+    elif fp32_head:
+        use_float32_head(hf_model)
     if fp8_recipe is not None:
         use_fp8_projections(hf_model, fp8_recipe, device)
     # Before gradient checkpointing, which hangs a hook on the embedding that no other process can be sent.
@@ -154,6 +158,7 @@ def build_actor(
         recompute_entropy=actor.entropy_checkpointing,
         share_prefixes=actor.use_prefix_grouper,
         exact=policy.rollout.exact,
+        fp32_head=policy.rollout.fp32_lm_head,
         # vLLM refuses to start when memory of the device comes free while it measures its own.
         ahead=passes if policy.rollout.name == "native" else (),
         longest_row=policy.rollout.context_length,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -264,6 +265,36 @@ def test_half_a_character_in_an_argument_becomes_a_question_mark() -> None:
     assert parse("hermes", written)[1][0].arguments == {"x": ["a?b", "\N{GRINNING FACE}"]}
 
 
+ENDLESS = {
+    "spaces": " ",
+    "lines": "\n",
+    "tags": "<tool_call>",
+    "headers": "<|channel|>",
+    "functions": "<function=",
+    "invocations": '<invoke name="',
+    "values": "<arg_key>a</arg_key><arg_value>",
+}
+
+
+@pytest.mark.parametrize("name", [name for name in PARSERS if name != "text"])
+@pytest.mark.parametrize("repeated", ENDLESS)
+def test_a_turn_that_repeats_itself_to_the_end_is_read_at_once(name: str, repeated: str) -> None:
+    # 8 s and more where a parser looks from each character to the end, and no other trajectory goes on meanwhile.
+    text = ENDLESS[repeated] * (40_000 // len(ENDLESS[repeated]))
+    began = time.process_time()
+    PARSERS[name]().parse((), f"<tool_call>f{text}" if repeated == "values" else text)
+    assert time.process_time() - began < 2
+
+
+def test_calls_side_by_side_keep_their_spaces_to_themselves() -> None:
+    written = (
+        'a  <tool_call>{"name": "f"} \n <tool_call>{"name": "g"}</tool_call>\n\n<tool_call>{"name": "h"}</tool_call> b'
+    )
+    said, calls = parse("hermes", written)
+    assert [call.name for call in calls] == ["f", "g", "h"]
+    assert said == "a b"
+
+
 def test_users_register_formats_and_unknown_ones_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dovetail.agents.parsers.PARSERS", PARSERS | {})
 
@@ -274,5 +305,5 @@ def test_users_register_formats_and_unknown_ones_are_named(monkeypatch: pytest.M
 
     tokenizer = family_tokenizer("smollm2")
     assert turn_parser("shout", tokenizer)(tokenizer.encode("HEY"))[1] == [ToolCall("HEY", {})]
-    with pytest.raises(ValueError, match=r"multi_turn\.format=xml is not known; use one of hermes"):
+    with pytest.raises(ValueError, match=r"multi_turn\.format=xml is not known\. Use one of hermes"):
         turn_parser("xml", tokenizer)

@@ -377,7 +377,7 @@ def test_an_installed_verl_is_not_replaced(tmp_path: Path, monkeypatch: pytest.M
     [
         ("tools: [1]", DataError, "1 is no tool"),
         ("- {type: function, function: {name: f}}", ToolError, "a schema but no class_name"),
-        ("tools: [{class_name: json.JSONEncoders}]", ValueError, "did you mean JSONEncoder"),
+        ("tools: [{class_name: json.JSONEncoders}]", ValueError, "Did you mean JSONEncoder"),
         ("tools: [{class_name: x, config: {type: mcp}}]", ToolError, "needs mcp.mcp_servers_config_path"),
     ],
 )

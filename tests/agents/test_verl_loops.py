@@ -315,6 +315,16 @@ def test_what_two_outputs_share_is_trained_in_the_first(tmp_path: Path) -> None:
     assert two.response.sampled == (False, False, False, True, True)
 
 
+def test_samples_that_read_the_same_are_trained_each_in_its_own_row(tmp_path: Path) -> None:
+    async def body(loop: Any, params: Any, row: Any) -> Any:
+        ask = loop.server_manager.generate
+        said = [await ask("x", prompt_ids=[5], sampling_params=params) for _ in range(3)]
+        return [output(loop, [5], one.token_ids) for one in said]
+
+    _, session = play(tmp_path, FakeEngine("yes", "no", "yes"), body)
+    assert [segment.response.sampled for segment in session.segments()] == [(True,) * 4, (True,) * 3, (True,) * 4]
+
+
 def test_a_loop_chooses_where_a_turn_ends_and_nothing_else(tmp_path: Path) -> None:
     engine = FakeEngine("ask</a>more", "long answer", "ab")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -14,6 +15,7 @@ from dovetail.algorithms import (
     compute_gpg_outcome_advantage,
     compute_grpo_outcome_advantage,
     compute_grpo_passk_outcome_advantage,
+    compute_max_rl_outcome_advantage,
     compute_opo_outcome_advantage,
     compute_reinforce_plus_plus_baseline_outcome_advantage,
     compute_reinforce_plus_plus_outcome_advantage,
@@ -25,7 +27,7 @@ from dovetail.algorithms import (
 
 pytestmark = pytest.mark.unit
 
-GROUP_ESTIMATORS = ("grpo", "grpo_passk", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline")
+GROUP_ESTIMATORS = ("grpo", "max_rl", "grpo_passk", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline")
 
 
 def _outcome(scores: list[float], lengths: list[int] | None = None) -> dict[str, torch.Tensor]:
@@ -147,6 +149,31 @@ def test_whitening_many_equal_returns_leaves_no_rounding_error() -> None:
     assert advantages.abs().max() < 1e-6
 
 
+def test_max_rl_by_hand() -> None:
+    batch = _outcome([1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.5, 1.0, 0.5])
+    advantages, _ = compute_max_rl_outcome_advantage(**batch, uid=_uid(0, 0, 0, 0, 1, 1, 2, 2, 3))
+    assert advantages.flatten().tolist() == pytest.approx([3, -1, -1, -1, 0, 0, -1 / 3, 1 / 3, 0.5])
+
+
+def test_max_rl_is_the_gradient_of_the_truncated_log_likelihood() -> None:
+    """log p = -sum_k (1 - p)^k / k; a group of n follows the gradient of its first n - 1 terms. Here n = 3.
+
+    All 8 groups of a coin whose right side has probability p = sigmoid(t); grad(log p) of right 1 - p, of wrong -p.
+    """
+    p, mean = 0.3, 0.0
+    for outcomes in itertools.product([0.0, 1.0], repeat=3):
+        chance = math.prod(p if right else 1 - p for right in outcomes)
+        rows, _ = compute_max_rl_outcome_advantage(**_outcome(list(outcomes)), uid=_uid(0, 0, 0))
+        scores = [1 - p if right else -p for right in outcomes]
+        mean += chance * sum(a * s for a, s in zip(rows.flatten().tolist(), scores, strict=True)) / 3
+    assert mean == pytest.approx((1 + (1 - p)) * p * (1 - p))
+
+
+def test_max_rl_refuses_negative_scores() -> None:
+    with pytest.raises(ValueError, match=r"row 1 scored -1; it divides by the mean.*Return 0 for a wrong response"):
+        compute_max_rl_outcome_advantage(**_outcome([1.0, -1.0]), uid=_uid(0, 0))
+
+
 def test_remax_by_hand() -> None:
     advantages, returns = compute_remax_outcome_advantage(
         torch.tensor([[0.5, 1.0, 9.0]]), torch.tensor([0.25]), torch.tensor([[1, 1, 0]])
@@ -166,7 +193,7 @@ def test_equal_rewards_give_exactly_zero(name: str) -> None:
 @pytest.mark.parametrize("name", GROUP_ESTIMATORS)
 def test_order_of_rows_and_kind_of_ids_do_not_matter(name: str) -> None:
     generator = torch.Generator().manual_seed(5)
-    batch = _outcome(torch.randn(8, generator=generator).tolist(), lengths=[3, 1, 2, 5, 4, 2, 2, 1])
+    batch = _outcome(torch.rand(8, generator=generator).tolist(), lengths=[3, 1, 2, 5, 4, 2, 2, 1])
     estimator = get_adv_estimator_fn(name)
     expected, _ = estimator(**batch, uid=_uid(0, 0, 0, 1, 1, 2, 2, 2))
     mixed_ids = ["x", "x", "x", 7, 7, ("t", 1), ("t", 1), ("t", 1)]

@@ -19,6 +19,8 @@ from dovetail.algorithms import (
     kl_penalty,
     policy_loss_names,
 )
+from dovetail.algorithms.kl import UNBIASED_KL, unbiased_kl
+from dovetail.algorithms.rollout_correction import off_policy_mask
 
 pytestmark = pytest.mark.unit
 
@@ -119,6 +121,24 @@ def test_policy_loss_does_not_depend_on_the_split(loss_mode: str, loss_agg_mode:
     )
 
 
+@pytest.mark.parametrize("loss_agg_mode", LOSS_AGG_MODES)
+@pytest.mark.parametrize("loss_mode", ["vanilla", "gspo"])
+def test_off_policy_masking_does_not_depend_on_the_split(loss_mode: str, loss_agg_mode: str) -> None:
+    def share(rows: dict[str, torch.Tensor], counts: BatchCounts | None) -> tuple[torch.Tensor, dict[str, Any]]:
+        dropped = off_policy_mask(
+            rows["log_prob"], rows["old_log_prob"], rows["advantages"], rows["response_mask"], 0.1
+        )
+        masked = {**rows, "advantages": rows["advantages"].masked_fill(dropped, 0.0)}
+        return get_policy_loss_fn(loss_mode)(**masked, **SETTINGS, loss_agg_mode=loss_agg_mode, counts=counts)
+
+    batch = _batch()
+    dropped = off_policy_mask(
+        batch["log_prob"], batch["old_log_prob"], batch["advantages"], batch["response_mask"], 0.1
+    )
+    assert 0 < dropped.sum() < (batch["response_mask"] * (batch["advantages"] < 0)).sum()
+    _assert_invariant(batch, "log_prob", share)
+
+
 @pytest.mark.parametrize("loss_mode", ["clip_cov", "kl_cov"])
 def test_selecting_first_equals_selecting_inside_the_loss(loss_mode: str) -> None:
     batch, loss_fn = _batch(), get_policy_loss_fn(loss_mode)
@@ -153,10 +173,14 @@ def test_value_loss_does_not_depend_on_the_split(loss_agg_mode: str) -> None:
 
 
 @pytest.mark.parametrize("loss_agg_mode", LOSS_AGG_MODES)
-@pytest.mark.parametrize("penalty", ["kl", "abs", "mse", "low_var_kl", "k1+", "k3+"])
+@pytest.mark.parametrize("penalty", ["kl", "abs", "mse", "low_var_kl", "k1+", "k3+", UNBIASED_KL])
 def test_kl_term_does_not_depend_on_the_split(penalty: str, loss_agg_mode: str) -> None:
     def share(rows: dict[str, torch.Tensor], counts: BatchCounts | None) -> tuple[torch.Tensor, dict[str, Any]]:
-        estimate = kl_penalty(rows["log_prob"], rows["old_log_prob"], penalty)
+        log_prob, reference = rows["log_prob"], rows["old_log_prob"]
+        if penalty == UNBIASED_KL:
+            estimate = unbiased_kl(log_prob, reference, rows["values"])
+        else:
+            estimate = kl_penalty(log_prob, reference, penalty)
         return agg_loss(estimate, rows["response_mask"], loss_agg_mode, counts=counts), {}
 
     _assert_invariant(_batch(), "log_prob", share)

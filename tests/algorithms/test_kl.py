@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -16,6 +17,7 @@ from dovetail.algorithms import (
     get_kl_controller,
     kl_penalty,
 )
+from dovetail.algorithms.kl import unbiased_kl
 
 pytestmark = pytest.mark.unit
 
@@ -52,6 +54,38 @@ def test_kl_estimates_by_hand(name: str, value: float, gradient: float) -> None:
     assert penalty.item() == pytest.approx(value)
     assert logprob.grad is not None
     assert logprob.grad.item() == pytest.approx(gradient)
+
+
+def test_the_weighted_estimate_by_hand() -> None:
+    """The policy is e^0.25 times the sampler and e^0.5 times the reference."""
+    logprob = torch.tensor([[-1.0]], dtype=torch.float64, requires_grad=True)
+    reference, sampler = torch.full((1, 1), -1.5).double(), torch.full((1, 1), -1.25).double()
+    penalty = unbiased_kl(logprob, reference, sampler)
+    penalty.sum().backward()
+    assert penalty.item() == pytest.approx(math.exp(0.25) * (math.exp(-0.5) - 0.5))
+    assert logprob.grad is not None
+    assert logprob.grad.item() == pytest.approx(math.exp(0.25) * 0.5)
+
+
+def test_only_the_weighted_estimate_has_the_mean_and_the_gradient_of_the_kl_when_another_policy_samples() -> None:
+    """Exact expectations over a vocabulary of 7; the reference is far enough for the cap of `low_var_kl` to act."""
+    generator = torch.Generator().manual_seed(0)
+    policy, reference, sampler = (torch.randn(7, dtype=torch.float64, generator=generator) for _ in range(3))
+    reference = (reference + torch.tensor([0, 0, 6.0, 0, 0, 0, 0])).log_softmax(-1)
+    sampler = sampler.log_softmax(-1)
+
+    def mean_and_gradient(estimate: Callable[[torch.Tensor], torch.Tensor], weights: torch.Tensor | None) -> list:
+        logits = policy.clone().requires_grad_()
+        log_probs = logits.log_softmax(-1)
+        mean = ((log_probs.exp() if weights is None else weights) * estimate(log_probs)).sum()
+        return [mean, *torch.autograd.grad(mean, logits)]
+
+    exact = mean_and_gradient(lambda log_probs: log_probs - reference, None)
+    weighted = mean_and_gradient(lambda log_probs: unbiased_kl(log_probs, reference, sampler), sampler.exp())
+    torch.testing.assert_close(weighted, exact, rtol=1e-12, atol=1e-14)
+    for name in ("k3", "k3+"):
+        plain = mean_and_gradient(lambda log_probs, n=name: kl_penalty(log_probs, reference, n), sampler.exp())
+        assert (plain[1] - exact[1]).abs().max() > 0.1, name
 
 
 def test_the_exact_divergence_is_refused_with_an_alternative() -> None:

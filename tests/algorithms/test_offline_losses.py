@@ -180,7 +180,7 @@ def test_tokens_outside_the_mask_do_not_matter() -> None:
 
 
 def test_an_unknown_loss_is_an_error_that_names_the_nearest() -> None:
-    with pytest.raises(ValueError, match=r"'simp0'.*Did you mean 'simpo'.*sigmoid, ipo, kto, orpo, simpo"):
+    with pytest.raises(ValueError, match=r"'simp0'.*Did you mean simpo.*sigmoid, ipo, kto, orpo, simpo"):
         preference_loss("simp0", **SETTINGS)
 
 

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from dovetail.algorithms import BatchCounts, agg_loss, compute_policy_loss_vanilla, count_batch, masked_mean
-from dovetail.algorithms.plugin_calls import as_policy_loss, missing_arguments, named_arguments
+from dovetail.algorithms.plugin_calls import as_policy_loss
 from dovetail.config.actor import ActorConfig
 from dovetail.config.data import DataConfig
+from dovetail.config.signatures import missing_arguments, named_arguments
 from dovetail.config.view import ConfigView
 
 pytestmark = pytest.mark.unit

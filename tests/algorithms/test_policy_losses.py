@@ -22,6 +22,7 @@ from dovetail.algorithms import (
     compute_policy_loss_reinforce,
     compute_policy_loss_sapo,
     compute_policy_loss_vanilla,
+    compute_policy_loss_vespo,
     compute_value_loss,
     count_batch,
     get_policy_loss_fn,
@@ -128,6 +129,31 @@ def test_gpg_and_reinforce_by_hand() -> None:
 def test_dro_by_hand() -> None:
     inputs = _inputs([math.exp(0.5)], [2.0])
     _check(compute_policy_loss_dro(**inputs, dro_beta=0.1), inputs, 2.0 + 0.05 * 0.25, [-2.0 + 0.1 * 0.5])
+
+
+def test_vespo_by_hand() -> None:
+    """W = 1.5 x 0.8 = 1.2 for both tokens; the first has a positive advantage, the second a negative one."""
+    inputs = _inputs([1.5, 0.8], [2.0, -1.0])
+    positive, negative = 1.2**2 * math.exp(-3 * 0.2), 1.2**3 * math.exp(-2 * 0.2)
+    result = compute_policy_loss_vespo(**inputs)
+    log_probs = inputs["log_prob"].detach().flatten().tolist()
+    loss = (-positive * 2.0 * log_probs[0] + negative * log_probs[1]) / 2
+    metrics = _check(result, inputs, loss, [-positive, negative / 2])
+    assert metrics["actor/vespo_weight"] == pytest.approx((positive + negative) / 2)
+    # On-policy it is REINFORCE.
+    inputs = _inputs([1.0, 1.0], [2.0, -1.0])
+    compute_policy_loss_vespo(**inputs)[0].backward()
+    assert inputs["log_prob"].grad is not None
+    assert inputs["log_prob"].grad.flatten().tolist() == pytest.approx([-1.0, 0.5])
+
+
+def test_vespo_leaves_out_sequences_that_are_far_and_stays_finite() -> None:
+    for ratio in (1e-30, 1e30):
+        inputs = _inputs([ratio, ratio], [1.0, -1.0])
+        loss, metrics = compute_policy_loss_vespo(**inputs)
+        loss.backward()
+        assert torch.isfinite(loss)
+        assert metrics["actor/vespo_weight"] < 1e-12
 
 
 def _covariance_inputs(ratio: float) -> dict[str, torch.Tensor]:

@@ -16,7 +16,7 @@ from dovetail.algorithms import (
     compute_rollout_correction_weights,
     compute_rollout_rejection_mask,
 )
-from dovetail.algorithms.rollout_correction import interpolate_old_log_prob, interpolation_weights
+from dovetail.algorithms.rollout_correction import interpolate_old_log_prob, interpolation_weights, off_policy_mask
 from dovetail.config.rejection import REJECTION_RULES
 
 pytestmark = pytest.mark.unit
@@ -227,3 +227,16 @@ def test_interpolated_old_log_probs_follow_the_versions() -> None:
     old = interpolate_old_log_prob(update, engine, alpha)
     assert old.tolist() == [pytest.approx([-1.0, -1.5, -2.5, 0.0])]
     assert not old.requires_grad
+
+
+def test_off_policy_masking_by_hand() -> None:
+    """Mean log(engine / policy) of the rows: 0.6, 0.6, 0.4 (its last token is no response), -2, 0.5."""
+    engine = torch.tensor([[-1.0, -1.0], [-1.0, -1.0], [-1.0, -1.0], [-3.0, -3.0], [-1.0, -1.0]])
+    policy = torch.tensor([[-1.0, -2.2], [-1.0, -2.2], [-1.4, -90.0], [-1.0, -1.0], [-1.5, -1.5]])
+    mask = torch.tensor([[1, 1], [1, 1], [1, 0], [1, 1], [1, 1]])
+    advantages = torch.tensor([-1.0, 1.0, -1.0, -1.0, -1.0]).unsqueeze(-1).expand(5, 2)
+    found = off_policy_mask(policy, engine, advantages, mask, 0.5)
+    assert found.tolist() == [[True, True]] + [[False, False]] * 4
+    # A critic gives every token its own advantage: of a far response only the negative ones are left out.
+    mixed = torch.tensor([[1.0, -1.0]]).expand(5, 2)
+    assert off_policy_mask(policy, engine, mixed, mask, 0.5)[0].tolist() == [False, True]

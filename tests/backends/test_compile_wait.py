@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -80,6 +82,25 @@ def test_it_begins_at_the_bound_without_what_is_not_ready(
     assert said["ahead"] == "not ready"
     assert said["waited_s"] >= 0.05
     assert "layers compiled ahead: not ready, waited for 0." in caplog.text
+
+
+def test_nothing_is_started_where_an_earlier_run_left_its_mark(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    mark = tmp_path / "layers"
+    succeeds, fails = tmp_path / "succeeds", tmp_path / "fails"
+    for program, status in ((succeeds, 0), (fails, 1)):
+        program.write_text(f"#!/bin/sh\ncat > /dev/null\nexit {status}\n")
+        program.chmod(0o755)
+    for program, marks in ((fails, []), (succeeds, ["layers-grad"])):
+        monkeypatch.setattr(sys, "executable", str(program))
+        run_through(CompileAhead(b"job", ("grad",), mark), "grad")
+        assert [file.name for file in tmp_path.glob("layers*")] == marks
+    monkeypatch.setattr(sys, "executable", "/no such program")
+    run_through(CompileAhead(b"job", ("grad",), mark), "grad")
+    assert lines(caplog)[-1]["ahead"] == "by an earlier run"
+    assert lines(caplog)[-1]["waited_s"] == 0
 
 
 def test_a_pass_waits_for_no_process_of_the_other_kind_nor_where_none_was_started(ends: threading.Event) -> None:

@@ -126,7 +126,7 @@ def forget_layout() -> None:
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _world
 
-    from dovetail.backends.megatron.layout import destroy_layout
+    from tests.megatron_groups import destroy_layout
 
     destroy_layout()
     for group in list(_world.pg_map):

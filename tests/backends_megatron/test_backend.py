@@ -74,7 +74,7 @@ def run_plain(rank: int, world_size: int, folders: Folders) -> dict[str, Any]:
 
 def run_parts(rank: int, world_size: int, folders: Folders) -> dict[str, Any]:
     """All parts; each frees its layout for the next."""
-    from dovetail.backends.megatron.layout import destroy_layout
+    from tests.megatron_groups import destroy_layout
 
     every: dict[str, Callable[[], Any]] = {
         "outputs TP2": lambda: outputs(build(folders.policy, TP2)),

@@ -142,7 +142,7 @@ def update_roles(folders: dict[str, Path], layout: Layout, batch: DataProto) -> 
     if layout.critic:
         found["critic"] = update_critic(folder, layout, batch)
     if layout.strategy == "megatron":
-        from dovetail.backends.megatron.layout import destroy_layout
+        from tests.megatron_groups import destroy_layout
 
         destroy_layout()
     return found

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from dovetail.checkpoint.manifest import MANIFEST_NAME, BrokenCheckpoint, read_manifest, verify_folder
+from dovetail.checkpoint.score import Score
 from dovetail.checkpoint.store import LATEST_NAME, CheckpointStore
 
 pytestmark = pytest.mark.unit
@@ -155,3 +156,22 @@ def test_a_kill_between_the_two_renames_of_a_replacement_brings_the_old_one_back
     folder.rename(tmp_path / ".global_step_1.replaced")
     assert store.latest() == folder
     assert (folder / "actor" / "shard_0").read_text() == "first"
+
+
+def test_retention_keeps_the_best_score_and_what_the_newest_score_measures_counts(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, max_to_keep=1)
+
+    def scored(step: int, value: float, metric: str = "acc", mode: Any = "max") -> list[int]:
+        store.begin(step)
+        store.commit(step, world_size=1, extra=Score(metric, value, mode).as_extra())
+        store.prune()
+        return store.steps()
+
+    assert store.best() is None
+    assert [scored(1, 0.5), scored(2, 0.7), scored(3, 0.7), scored(4, 0.1)] == [[1], [2], [2, 3], [2, 4]]
+    assert store.best() == store.folder(2), "the first of equal ones"
+    save(store, 5)
+    assert store.steps() == [2, 5], "a checkpoint without a score is the newest, and no better"
+    assert scored(6, 3.0, "loss", "min") == [6]
+    assert scored(7, 2.0, "loss", "min") == [7]
+    assert scored(8, 2.5, "loss", "min") == [7, 8]

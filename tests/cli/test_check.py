@@ -270,7 +270,7 @@ def test_an_unknown_command_suggests_the_nearest(options: list[str], capsys: pyt
     with pytest.raises(SystemExit) as stopped:
         main(["chek", *options])
     assert stopped.value.code == 2
-    assert "did you mean check?" in capsys.readouterr().err
+    assert "Did you mean check?" in capsys.readouterr().err
 
 
 def test_a_setting_with_dashes_is_refused_with_the_way_to_write_it(capsys: pytest.CaptureFixture[str]) -> None:

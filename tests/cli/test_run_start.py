@@ -92,11 +92,11 @@ def test_an_interrupted_command_leaves_no_traceback(
 
 @pytest.mark.parametrize(
     ("given", "hint"),
-    [("kto", "use dovetail dpo with dpo.loss_type"), ("grpo", "use dovetail train:"), ("trian", "did you mean train?")],
+    [("kto", "Use dovetail dpo with dpo.loss_type"), ("grpo", "Use dovetail train:"), ("trian", "Did you mean train?")],
 )
 def test_what_other_libraries_call_a_command_is_found(
     given: str, hint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
         main([given])
-    assert f"there is no command {given!r}; {hint}" in capsys.readouterr().err
+    assert f"there is no command {given!r}. {hint}" in capsys.readouterr().err

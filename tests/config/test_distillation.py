@@ -43,6 +43,14 @@ def test_a_section_that_is_not_enabled_has_no_effect() -> None:
     assert "use true or false" in problems("distillation.enabled=maybe")
 
 
+def test_what_cannot_be_read_is_named_as_it_was_written() -> None:
+    assert "loss_mode=['k1'] is not known; use one of k1" in problems(*ONE, f"{LOSS}.loss_mode=[k1]")
+    both = problems(*ONE, "trainer.method=sft")
+    assert "trainer.method=sft and distillation.enabled=True, that is trainer.method=distill set the same" in both
+    (unread,) = [str(each) for each in load(*ONE, "distillation.teacher_key=level").notices if "no effect" in str(each)]
+    assert "distill.teacher_key=level: no effect in this run: one teacher scores all rows" in unread
+
+
 def test_one_teacher_gets_its_folder_and_devices_of_its_own() -> None:
     loaded = load(
         *ONE,

@@ -21,7 +21,10 @@ CONFIG = PACKAGE / "config"
 # Read as a whole section or by a name made at run time, which a search for `.name` does not see.
 READ_OTHERWISE = {
     f"actor_rollout_ref.actor.policy_loss.{name}": "workers/actor.py passes model_dump() of the section to the loss"
-    for name in ("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio", "ppo_kl_coef", "dro_beta")
+    for name in (
+        *("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio", "ppo_kl_coef", "dro_beta"),
+        *("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
+    )
 } | {f"ray_init.{name}": "RayInitConfig.init_arguments reads it with getattr" for name in ("address", "num_cpus")}
 
 

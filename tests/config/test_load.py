@@ -55,7 +55,7 @@ def test_all_problems_are_reported_at_once() -> None:
     text = "\n".join(messages)
     assert f"{ACTOR}.strategy='fsdp3' is not accepted; it must be one of single, fsdp, fsdp2, megatron." in text
     assert "trainer.nnodes=True is not accepted; it must be an integer >= 1." in text
-    assert "did you mean grpo?" in text
+    assert "Did you mean grpo?" in text
 
 
 def test_a_wrong_value_is_reported_where_it_was_written_not_where_it_is_inherited() -> None:

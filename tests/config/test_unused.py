@@ -70,6 +70,7 @@ SWITCHED_OFF: list[tuple[list[str], str, str, list[str]]] = [
         [f"{M}.use_fused_kernels=False"],
     ),
     ([], f"{A}.policy_loss.dro_beta=1", "loss_mode dro", [f"{A}.policy_loss.loss_mode=dro"]),
+    ([], f"{A}.policy_loss.vespo_k_neg=1", "loss_mode vespo", [f"{A}.policy_loss.loss_mode=vespo"]),
     (
         [f"{A}.policy_loss.loss_mode=gpg"],
         f"{A}.clip_ratio_high=0.3",
@@ -196,7 +197,7 @@ def test_many_keys_of_one_role_are_one_notice(tmp_path: Path) -> None:
 def test_the_table_of_losses_is_what_they_take(mode: str) -> None:
     loss = get_policy_loss_fn(mode)
     taken = getattr(loss, "settings_read", None) or inspect.signature(loss).parameters
-    assert len(LOSSES_THAT_READ) == 12
+    assert len(LOSSES_THAT_READ) == 16
     for key, modes in LOSSES_THAT_READ.items():
         assert (key.rpartition(".")[2] in taken) == (mode in modes), key
 

@@ -47,6 +47,13 @@ def test_the_usual_engine_is_the_default(engine: str) -> None:
     assert (loaded.config.actor_rollout_ref.actor.strategy, loaded.notices) == ("fsdp2", ())
 
 
+@pytest.mark.parametrize("choice", ["model_engine=dp", "model_engine=fsdp", f"actor@{ACTOR}=dp_actor"])
+def test_another_engine_than_that_of_the_keys_below_it_is_an_error(choice: str) -> None:
+    keys = f"{ACTOR}.megatron.tensor_model_parallel_size"
+    assert problem(choice, f"{keys}=2") == f"{choice} and {keys} name different backends; keep one."
+    assert load(choice, f"{keys}=2", f"{ACTOR}.strategy=megatron").config.actor_rollout_ref.actor.strategy == "megatron"
+
+
 def test_megatron_is_a_strategy_unless_another_is_written() -> None:
     assert load("model_engine=megatron").config.critic.strategy == "megatron"
     explicit = load("model_engine=megatron", f"{ACTOR}.strategy=fsdp")

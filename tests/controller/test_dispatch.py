@@ -153,7 +153,7 @@ def test_users_can_add_a_dispatch_mode() -> None:
     assert mode.dispatch(Layout(4), 5) == RankArguments([[5, None, 5, None]], {})
     with pytest.raises(ValueError, match="exists already"):
         register_dispatch_mode("ONE_TO_ALL", lambda *a: a, lambda *a: a)
-    with pytest.raises(ValueError, match="did you mean DP_COMPUTE_PROTO"):
+    with pytest.raises(ValueError, match="Did you mean DP_COMPUTE_PROTO"):
         Dispatch.get("DP_COMPUTE_PROTOO")
 
 
@@ -284,7 +284,7 @@ def test_local_exceptions_keep_their_type_and_traceback() -> None:
 
 def test_a_wrong_method_name_suggests_the_right_one() -> None:
     group = LocalWorkerGroup(RayClassWithInitArgs(Calculator), role="actor")
-    with pytest.raises(AttributeError, match="did you mean 'describe'"):
+    with pytest.raises(AttributeError, match="Did you mean describe"):
         group.descrbe("x")
     with pytest.raises(AttributeError, match="not registered; decorate it"):
         group.not_registered()

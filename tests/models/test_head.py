@@ -7,6 +7,7 @@ import torch
 
 from dovetail.models.head import (
     EntropyMemory,
+    Float32Head,
     add_product,
     adds_in_product,
     float32_logits,
@@ -117,6 +118,35 @@ def test_no_rows_give_empty_results_and_zero_gradients() -> None:
     (found.log_probs.sum() + found.entropy.sum()).backward()
     assert found.log_probs.shape == (0,)
     assert weight.grad.abs().max() == 0
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_logits_of_a_float32_head_are_not_rounded_and_its_gradient_is_the_plain_heads(
+    autocast: bool, bias: bool
+) -> None:
+    """As the fused head's: the products of bfloat16 numbers are added up and kept in float32."""
+    dtype = torch.float32 if autocast else torch.bfloat16
+    plain = torch.nn.Linear(64, 503, bias=bias, dtype=dtype)
+    head, hidden = Float32Head(plain), torch.randn(2, 32, 64).to(dtype).requires_grad_()
+    assert head.weight is plain.weight
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        found, rounded = head(hidden), plain(hidden)
+        fused = fused_linear_log_prob(hidden.flatten(0, 1), plain.weight, torch.arange(64), bias=plain.bias)
+    products = [tensor.detach().bfloat16().float() for tensor in (hidden, plain.weight)]
+    expected = torch.nn.functional.linear(*products, plain.bias.detach().float() if bias else None)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert (rounded.float() - expected).abs().max() > 1e-3
+    log_probs = plain_log_prob_entropy(found.flatten(0, 1), torch.arange(64)).log_probs
+    torch.testing.assert_close(log_probs, fused.log_probs, rtol=1e-5, atol=1e-5)
+    got, want = (torch.autograd.grad(logits.float().sin().sum(), (hidden, plain.weight)) for logits in (found, rounded))
+    for a, b in zip(got, want, strict=True):
+        assert torch.nn.functional.cosine_similarity(a.flatten().float(), b.flatten().float(), dim=0) > 0.999
+
+
+def test_a_float32_head_in_place_of_anything_else_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"fp32_lm_head needs a plain linear output layer, this model has Embedding"):
+        Float32Head(torch.nn.Embedding(3, 4))
 
 
 @pytest.mark.parametrize("autocast", [False, True])

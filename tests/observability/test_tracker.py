@@ -138,7 +138,7 @@ def test_without_console_nothing_is_shown_and_the_folder_is_still_written(tmp_pa
 
 
 def test_an_unknown_tracker_is_an_error_with_the_nearest_name(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"trainer\.logger=wandbb is not known; did you mean wandb"):
+    with pytest.raises(ValueError, match=r"trainer\.logger=wandbb is not known\. Did you mean wandb"):
         make_tracker(tmp_path, ["wandbb"])
 
 

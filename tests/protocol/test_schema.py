@@ -128,7 +128,7 @@ def test_prompts_pass_before_generation_and_a_missing_column_names_the_stage() -
         validate_stage(batch, "update_actor")
     with pytest.raises(SchemaError, match=r"after stage 'generate_sequences': column 'prompts' is missing"):
         validate_stage(batch, "generate_sequences", done=True)
-    with pytest.raises(KeyError, match=r"no 'update_acotr' .did you mean 'update_actor'"):
+    with pytest.raises(KeyError, match=r"no 'update_acotr'\. Did you mean update_actor\?"):
         validate_stage(batch, "update_acotr")
 
 

@@ -120,7 +120,7 @@ def test_closing_ends_every_process_and_every_future() -> None:
     ("spec", "words"),
     [
         (FunctionSpec("no_such_file.py", "compute_score"), "there is no file"),
-        (FunctionSpec("pkg://tests.rewards.scoring_functions", "lenght"), "did you mean length"),
+        (FunctionSpec("pkg://tests.rewards.scoring_functions", "lenght"), "Did you mean length"),
         (FunctionSpec("pkg://no_such_package.rewards", "f"), "cannot be imported"),
         (FunctionSpec("pkg://tests.rewards.scoring_functions", "wrong_signature"), "takes \\(data_source"),
     ],

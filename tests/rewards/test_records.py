@@ -39,8 +39,8 @@ def test_a_record_has_text_truth_score_advantage_and_gap() -> None:
 
 
 def test_columns_that_are_not_there_yet_are_left_out() -> None:
-    record = answer_records(answers("good"), tiny_tokenizer(), solution_strs=["given"])[0]
-    assert record["response"] == "given"
+    record = answer_records(answers("good"), tiny_tokenizer())[0]
+    assert record["response"] == "good"
     assert "advantage" not in record
     assert "score" not in record
 

@@ -301,5 +301,5 @@ def test_every_rule_can_be_imported() -> None:
 def test_data_sources_are_routed_and_unknown_ones_are_an_error_that_names_the_way_out() -> None:
     assert default_compute_score("openai/gsm8k", "#### 3", "3")["score"] == 1.0
     assert default_compute_score("aime_2024", "Answer: 5", "4")["score"] == -1.0
-    with pytest.raises(ValueError, match=r"'openai/gsm8K'.*Did you mean 'openai/gsm8k'.*custom_reward_function\.path"):
+    with pytest.raises(ValueError, match=r"'openai/gsm8K'.*Did you mean openai/gsm8k.*custom_reward_function\.path"):
         default_compute_score("openai/gsm8K", "#### 3", "3")

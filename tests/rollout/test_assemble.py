@@ -5,18 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
+from dovetail.config.names import ENGINES
 from dovetail.protocol.schema import validate
 from dovetail.rollout import (
     GenerationResult,
-    MissingLibraryError,
     Response,
     assemble,
     derive_seed,
-    engine_names,
     get_engine_class,
     register_engine,
 )
-from dovetail.rollout.registry import EngineEntry
 
 pytestmark = pytest.mark.unit
 
@@ -71,9 +69,12 @@ def test_every_response_needs_its_prompt() -> None:
         assemble([[9]], [_result([1]), _result([2])], pad_token_id=0)
 
 
+class OwnEngine:
+    name = "own_engine"
+
+
 def test_engines_are_found_by_name() -> None:
-    assert {"native", "vllm", "sglang"} <= set(engine_names())
-    assert get_engine_class("native").name == "native"
+    assert [get_engine_class(name).name for name in ENGINES] == list(ENGINES)
 
 
 def test_an_unknown_engine_is_named_with_the_choices() -> None:
@@ -81,12 +82,13 @@ def test_an_unknown_engine_is_named_with_the_choices() -> None:
         get_engine_class("vlm")
 
 
-def test_a_missing_library_is_named_with_what_to_install() -> None:
-    register_engine("absent", EngineEntry("nowhere:Engine", library="no_such_library", install="pip install it"))
-    with pytest.raises(MissingLibraryError, match=r"no_such_library.*pip install it"):
-        get_engine_class("absent")
-    with pytest.raises(ValueError, match="already registered"):
-        register_engine("absent", EngineEntry("elsewhere:Engine"))
+def test_an_engine_of_ones_own_is_registered_once_and_imported_when_it_is_asked_for() -> None:
+    register_engine("own_engine", "tests.rollout.test_assemble:OwnEngine")
+    assert get_engine_class("own_engine") is OwnEngine
+    with pytest.raises(ValueError, match=r"'own_engine' is already registered \(tests\.rollout"):
+        register_engine("own_engine", "elsewhere:Engine")
+    with pytest.raises(ValueError, match=r"'nowhere\.Engine'\): name the class as 'module:Class'"):
+        register_engine("absent", "nowhere.Engine")
 
 
 def test_derived_seeds_depend_on_every_part_and_fit_63_bits() -> None:

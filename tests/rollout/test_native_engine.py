@@ -252,6 +252,27 @@ def test_bfloat16_log_probs_stay_near_those_of_a_plain_forward() -> None:
     assert torch.cat(gaps).mean() < 0.02
 
 
+def test_a_float32_head_keeps_the_logits_of_bfloat16_weights_and_follows_their_updates() -> None:
+    model = tiny_model("llama").to(torch.bfloat16)
+    engine = NativeEngine(model, fp32_lm_head=True)
+    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+    head = engine._model.get_output_embeddings()
+    head.register_forward_hook(lambda _, args, output: seen.append((args[0].clone(), output.clone())))
+    weight = model.get_output_embeddings().weight
+    for version, scale in enumerate((1.0, 2.0)):
+        seen.clear()
+        with torch.no_grad():
+            weight.mul_(scale)
+        engine.update_weights(None, version)
+        engine.generate(requests(prompts(4, seed=10), SamplingParams(max_new_tokens=4, ignore_eos=True)))
+        assert seen
+        for hidden, logits in seen:
+            expected = torch.nn.functional.linear(hidden.float(), weight.float())
+            torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+            assert (logits.bfloat16().float() != logits).any()
+    assert type(model.get_output_embeddings()) is torch.nn.Linear, "the trainer's module stays as it is"
+
+
 def test_generation_leaves_the_process_random_state_alone() -> None:
     model = tiny_model("llama")
     before = torch.get_rng_state()

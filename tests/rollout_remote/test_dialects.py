@@ -223,7 +223,7 @@ class _VLLM:
         answer: Any = None
         if body["method"] == "dovetail_server_info":
             self.num_version_asks += 1
-            answer = {"weight_version": self.version, "num_workers": 1, "dtype": "float32", "shape": {}}
+            answer = {"weight_version": self.version, "num_workers": 1, "shape": {}}
             answer["logprobs"] = "temperature"
         elif body["method"] == "dovetail_kv_cache_bytes":
             answer = 0

@@ -18,7 +18,7 @@ from dovetail.config.fsdp import FSDPConfig, MixedPrecisionConfig
 from dovetail.models.policy import PolicyModel
 from dovetail.rollout.base import EngineError, GenerationRequest, GenerationResult, SamplingParams, WeightUpdateError
 from dovetail.rollout.remote.engine import RemoteRollout
-from dovetail.weight_sync import weight_checksum
+from tests.checksums import weight_checksum
 from tests.models.tiny import save_tiny_model, tiny_model
 from tests.ranks import run_ranks
 from tests.rollout.stalling import check_stalls

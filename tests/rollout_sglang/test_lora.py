@@ -12,8 +12,8 @@ pytest.importorskip("pyarrow", reason="training, which needs dovetail's own envi
 
 from dovetail.rollout.sglang import SGLangRollout
 from dovetail.trainer.groups import create_groups
-from dovetail.weight_sync import weight_checksum
 from dovetail.workers.actor_rollout_ref import ActorRolloutRefWorker
+from tests.checksums import weight_checksum
 from tests.models.tiny import tiny_model
 from tests.rollout_sglang.conftest import needs_sglang
 from tests.rollout_vllm.reference import greedy

@@ -16,7 +16,8 @@ from dovetail.config.fsdp import FSDPConfig, MixedPrecisionConfig
 from dovetail.models.policy import PolicyModel
 from dovetail.rollout.base import GenerationRequest, SamplingParams
 from dovetail.rollout.sglang import SGLangRollout
-from dovetail.weight_sync import FSDPSGLangShardingManager, WeightSender, weight_checksum
+from dovetail.weight_sync import FSDPSGLangShardingManager, WeightSender
+from tests.checksums import weight_checksum
 from tests.models.tiny import save_tiny_model, tiny_model
 from tests.ranks import run_alone, run_ranks
 from tests.rollout_sglang.conftest import needs_sglang, small_settings

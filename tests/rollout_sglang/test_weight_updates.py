@@ -13,7 +13,8 @@ import pytest
 from dovetail.rollout.base import EngineError, GenerationRequest, SamplingParams, WeightUpdateError
 from dovetail.rollout.remote.weights import save_tensors
 from dovetail.rollout.sglang import SGLangRollout
-from dovetail.weight_sync import BroadcastFailedError, WeightSender, shared_memory_buckets, weight_checksum
+from dovetail.weight_sync import BroadcastFailedError, WeightSender, shared_memory_buckets
+from tests.checksums import weight_checksum
 from tests.models.tiny import tiny_model
 from tests.rollout_sglang.conftest import needs_sglang
 from tests.rollout_vllm.reference import greedy, log_probs, mean_gap

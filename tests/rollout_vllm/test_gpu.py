@@ -106,12 +106,12 @@ def test_a_seed_fixes_a_sample_whatever_else_is_in_the_batch(engine: VLLMEngine)
 
 @pytest.mark.parametrize("top_p", [1.0, 0.9])
 def test_logits_in_bfloat16_are_divided_by_the_temperature_in_float32(engine: VLLMEngine, top_p: float) -> None:
-    from vllm import SamplingParams as VLLMSamplingParams
+    import vllm
 
     sampler = engine._llm.model_executor.driver_worker.model_runner.sampler
     for row in range(2):
-        params = VLLMSamplingParams(temperature=0.6, top_p=top_p, logprobs=0, seed=row)
-        sampler.add_request(row, *((0,) if engine.vllm_version.startswith("0.26") else ()), params)
+        params = vllm.SamplingParams(temperature=0.6, top_p=top_p, logprobs=0, seed=row)
+        sampler.add_request(row, *((0,) if vllm.__version__.startswith("0.26") else ()), params)
     sampler.apply_staged_writes()
     logits = (torch.randn(2, sampler.sampling_states.vocab_size, device="cuda") * 10).bfloat16()
     rows = torch.arange(2, device="cuda", dtype=torch.int32)

@@ -14,8 +14,9 @@ from dovetail.rollout.base import EngineError, GenerationRequest, SamplingParams
 from dovetail.rollout.registry import get_engine_class
 from dovetail.rollout.vllm import VLLMEngine, VLLMSettings, weight_calls
 from dovetail.rollout.vllm_worker import extension
-from dovetail.weight_sync import DiskWeights, tensor_checksum, weight_checksum
+from dovetail.weight_sync import tensor_checksum
 from dovetail.workers.parity import PASS_MARKS
+from tests.checksums import weight_checksum
 from tests.models.tiny import save_tiny_model, tiny_model
 from tests.rollout_vllm.conftest import FAMILIES, small_settings
 from tests.rollout_vllm.reference import check_misfits, check_versions, greedy, log_probs, mean_gap
@@ -29,41 +30,30 @@ PROMPT = list(range(3, 290))
 GREEDY = SamplingParams(temperature=0, max_new_tokens=12, ignore_eos=True)
 
 
-def _in_place(engine: VLLMEngine, model: Any, version: int, folder: Path) -> None:
+def _in_place(engine: VLLMEngine, model: Any, version: int) -> None:
     engine.update_weights(model.named_parameters(), version)
 
 
-def _shared_memory(engine: VLLMEngine, model: Any, version: int, folder: Path) -> None:
+def _shared_memory(engine: VLLMEngine, model: Any, version: int) -> None:
     """The path of workers in other processes."""
     loads = weight_calls.loads_through_shared_memory(model.named_parameters(), 1 << 16)  # layers cut in two
     engine._update(loads, version)
 
 
-def _disk(engine: VLLMEngine, model: Any, version: int, folder: Path) -> None:
-    weights = DiskWeights(folder, bucket_bytes=1 << 16)
-    weights.write(model.named_parameters(), version)
-    found = weights.latest()
-    assert found is not None
-    engine.update_weights(found.named_weights(), version)
-
-
-PATHS: dict[str, Callable[[VLLMEngine, Any, int, Path], None]] = {
+PATHS: dict[str, Callable[[VLLMEngine, Any, int], None]] = {
     "in place": _in_place,
     "shared memory": _shared_memory,
-    "disk": _disk,
 }
 
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_after_an_update_the_engine_is_the_new_model(
-    engines: dict[str, VLLMEngine], family: str, path: str, tmp_path: Path
-) -> None:
+def test_after_an_update_the_engine_is_the_new_model(engines: dict[str, VLLMEngine], family: str, path: str) -> None:
     engine, old, new = engines[family], tiny_model(family), tiny_model(family, seed=1)
     engine.update_weights(old.named_parameters(), 0)
     before = engine.generate([GenerationRequest("a", PROMPT, GREEDY)])[0]
     assert before.token_ids == greedy(old, PROMPT, 12)
-    PATHS[path](engine, new, 3, tmp_path)
+    PATHS[path](engine, new, 3)
     after = engine.generate([GenerationRequest("a", PROMPT, GREEDY)])[0]
     assert after.token_ids == greedy(new, PROMPT, 12)
     assert after.token_ids != before.token_ids

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.unit
 
 ESTIMATORS = (
     *("gae", "grpo", "grpo_passk", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "rloo", "opo"),
-    "gpg",
+    *("gpg", "max_rl"),
 )
 WIDTH = 3
 
@@ -82,7 +82,9 @@ def test_a_failed_row_changes_no_other_rows_advantage(estimator: str) -> None:
         assert torch.equal(found[rows], advantages(without, estimator))
 
 
-@pytest.mark.parametrize("estimator", ["grpo", "grpo_passk", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline"])
+@pytest.mark.parametrize(
+    "estimator", ["grpo", "max_rl", "grpo_passk", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline"]
+)
 def test_the_last_scored_answer_of_a_group_has_nothing_to_be_compared_with(estimator: str) -> None:
     batch = mask_failed(batch_of(SCORES, UIDS, reward_failed=flags(0, 1, 3)))
     found = advantages(batch, estimator)

@@ -255,6 +255,35 @@ def test_two_ranks_train_what_one_trains(
 
 @pytest.mark.slow
 @pytest.mark.distributed
+def test_two_ranks_ask_several_teachers_as_one_asks_them(
+    toy: Toy, ray_here: None, teacher: Path, tmp_path: Path
+) -> None:
+    """Teachers named by a number, with odd counts of rows in micro-batches by tokens (20 s): only teachers that are
+    sharded could disagree about how many forwards each makes."""
+    third = save_toy_model(tmp_path / "third", seed=2)
+    rows = [{"prompt": f"say {n}" + "x" * (n % 4), "level": 1 if n % 4 == 1 else 2} for n in range(16)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    changes = keys(teacher, teacher_key="level", teachers={1: str(teacher), 2: str(third)}) | {
+        "distill.teacher.path": None,
+        "data.train_files": str(tmp_path / "prompts.jsonl"),
+        "custom_reward_function.path": None,
+        "trainer.total_training_steps": 2,
+        "actor_rollout_ref.rollout.n": 1,
+        f"{A}.use_dynamic_bsz": True,
+        f"{A}.ppo_max_token_len_per_gpu": 60,
+        f"{A}.optim.eps": 1e-3,
+    }
+    _, one = train(toy.config(tmp_path / "one", changes))
+    sharded = {f"{A}.strategy": "fsdp2", "trainer.n_gpus_per_node": 2}
+    sharded["actor_rollout_ref.ref.fsdp_config.param_offload"] = True
+    _, two = train(toy.config(tmp_path / "two", changes | sharded), use_ray=True)
+    for left, right in zip(one, two, strict=True):
+        for name in ("distill/kl/1", "distill/kl/2", "actor/grad_norm"):
+            assert right[name] == pytest.approx(left[name], rel=1e-4, abs=1e-6), name
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
 def test_a_teacher_on_devices_of_its_own_teaches_the_same(toy: Toy, teacher: Path, tmp_path: Path) -> None:
     """Two processes of Ray, one for each model: only a run on Ray has a second pool."""
     changes = keys(teacher, kl="top_k") | {"trainer.total_training_steps": 2, f"{A}.optim.eps": 1e-3}

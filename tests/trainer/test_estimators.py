@@ -25,7 +25,7 @@ pytestmark = pytest.mark.e2e
 
 ESTIMATORS = (
     *("gae", "grpo", "grpo_passk", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "rloo", "opo"),
-    "gpg",
+    *("gpg", "max_rl"),
 )
 SPREADS = ("critic/score", "critic/rewards", "critic/advantages", "critic/returns", "response_length", "prompt_length")
 EXPECTED = {

@@ -34,6 +34,18 @@ def test_the_run_learns_what_a_plain_run_learns(toy: Toy, tmp_path: Path) -> Non
         assert exact[0][name] == pytest.approx(plain[0][name], rel=1e-3, abs=1e-5), name
 
 
+@pytest.mark.e2e
+def test_logits_in_float32_bring_engine_and_trainer_closer_in_bfloat16(toy: Toy, tmp_path: Path) -> None:
+    half = {f"{role}.fsdp_config.mixed_precision.param_dtype": "bfloat16" for role in (A, "actor_rollout_ref.ref")}
+    half |= {f"{R}.dtype": "bfloat16", f"{A}.use_kl_loss": True, "trainer.total_training_steps": 1}
+    (rounded,), (kept,) = (
+        train(toy.config(tmp_path / str(fp32), {**half, f"{R}.fp32_lm_head": fp32}))[1] for fp32 in (False, True)
+    )
+    assert 0 < kept["rollout_corr/k3_kl"] < rounded["rollout_corr/k3_kl"]
+    assert kept["rollout_corr/probs_diff_mean"] < rounded["rollout_corr/probs_diff_mean"]
+    assert kept["actor/grad_norm"] == pytest.approx(rounded["actor/grad_norm"], rel=0.1)
+
+
 @pytest.mark.unit
 @pytest.mark.parametrize(
     ("key", "value", "why"),
@@ -54,3 +66,11 @@ def test_what_is_no_part_of_it_is_refused_by_name(key: str, value: Any, why: str
     refused = [str(problem) for problem in unsupported_in_runs(config) if problem.key == f"{R}.exact"]
     assert len(refused) == 1
     assert why in refused[0]
+
+
+@pytest.mark.unit
+def test_a_float32_head_is_refused_for_other_engines_with_what_the_trainer_can_do() -> None:
+    config = load_config(overrides=[f"{R}.fp32_lm_head=True", f"{R}.name=vllm"]).config
+    refused = [str(problem) for problem in unsupported_in_runs(config) if problem.key == f"{R}.fp32_lm_head"]
+    assert len(refused) == 1
+    assert "use_fused_kernels=True" in refused[0]

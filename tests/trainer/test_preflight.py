@@ -64,7 +64,7 @@ TOOL = 'from dovetail.agents import tool\n@tool\ndef add(a: int) -> int:\n    ""
 BROKEN_TOOLS = {
     "has no function marked with @tool": "def add(a): ...\n",
     "fails while it is imported in its line 1: ModuleNotFoundError": "import nowhere\n",
-    "multi_turn.format=hermse is not known; did you mean hermes?": TOOL,
+    "multi_turn.format=hermse is not known. Did you mean hermes?": TOOL,
 }
 
 BROKEN_ENVIRONMENTS = {

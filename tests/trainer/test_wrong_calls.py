@@ -46,9 +46,9 @@ CALLS = {
     "data addition --out x --train 0": "'0' is no whole number from 1",
     "data jsonl rows.jsonl --out x --test-share 2": "'2' is no number of at least 0 and at most 1.",
     "check --no-files {toy} --like run": "--like run predicts an asynchronous run; set async_training.mode",
-    "train --local {toy} reward=gms8k": "reward=gms8k: there is no reward rule 'gms8k'; did you mean gsm8k?",
-    "check {toy} reward=[exact,gms8k]": "reward=gms8k: there is no reward rule 'gms8k'; did you mean gsm8k?",
-    "check {toy} reward=gms8k": "reward=gms8k: there is no reward rule 'gms8k'; did you mean gsm8k?",
+    "train --local {toy} reward=gms8k": "reward=gms8k: there is no reward rule 'gms8k'. Did you mean gsm8k?",
+    "check {toy} reward=[exact,gms8k]": "reward=gms8k: there is no reward rule 'gms8k'. Did you mean gsm8k?",
+    "check {toy} reward=gms8k": "reward=gms8k: there is no reward rule 'gms8k'. Did you mean gsm8k?",
 }
 
 

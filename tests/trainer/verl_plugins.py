@@ -44,7 +44,7 @@ ENGINE_AND_TRACKER = '''
 from pathlib import Path
 
 from dovetail.observability.sinks import Sink, register_tracker
-from dovetail.rollout import EngineEntry, register_engine
+from dovetail.rollout import register_engine
 from dovetail.rollout.native.engine import NativeEngine
 
 
@@ -59,7 +59,7 @@ class OwnEngine(NativeEngine):
         return super().from_config(*args, **kwargs)
 
 
-register_engine("own", EngineEntry(f"{__name__}:OwnEngine"))
+register_engine("own", f"{__name__}:OwnEngine")
 
 
 def stop_at_two(step, metrics):

@@ -274,7 +274,7 @@ class Joining:
 def test_a_group_that_could_not_be_built_is_left_at_once() -> None:
     """Whoever has joined it gets an error, also while somebody still holds the exception."""
     dialect: Any = Joining()
-    info = ServerInfo("model", 64, "raw_logprobs")
+    info = ServerInfo(64, "raw")
     expected: Any = None
     loop = LoopThread("channel")
     channel = GroupChannel(dialect, loop, expected, 1024, "gloo", torch.device("cpu"))

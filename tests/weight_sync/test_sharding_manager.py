@@ -10,7 +10,8 @@ import torch
 from dovetail.backends.build import build_backend
 from dovetail.config.fsdp import FSDPConfig, MixedPrecisionConfig
 from dovetail.models.policy import PolicyModel
-from dovetail.weight_sync import FSDPVLLMShardingManager, weight_checksum
+from dovetail.weight_sync import FSDPVLLMShardingManager
+from tests.checksums import weight_checksum
 from tests.models.tiny import tiny_model
 from tests.ranks import run_ranks
 

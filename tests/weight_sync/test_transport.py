@@ -17,8 +17,8 @@ from dovetail.weight_sync import (
     WeightSender,
     read_bucket_file,
     shared_memory_buckets,
-    weight_checksum,
 )
+from tests.checksums import weight_checksum
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed

@@ -26,6 +26,7 @@ from dovetail.protocol import DataProto
 from dovetail.workers.actor import DataParallelPPOActor
 from dovetail.workers.build import build_policy
 from dovetail.workers.micro_batches import MicroBatchLimit
+from dovetail.workers.mini_batches import OWN_OLD_LOG_PROBS
 from tests.backends.tiny import as_numpy, largest_difference
 from tests.workers.tiny_run import (
     NUM_ROWS,
@@ -199,6 +200,57 @@ def test_the_gap_to_the_engine_measured_in_an_update_is_the_one_of_a_pass_of_its
         assert found[f"rollout_corr/{name}"] == pytest.approx(expected[name], rel=1e-4)
     assert found["rollout_corr/eff_sample_size"] == pytest.approx(expected_size, rel=1e-4)
     assert 0 < expected_size < 1
+
+
+def test_the_mismatch_of_an_update_that_keeps_no_token_is_0_under_its_usual_names(folder: Path) -> None:
+    actor, batch = build(folder), rollout_batch()
+    engine = actor.compute_log_prob(batch)[0]
+    columns = {**batch.tensors, "response_mask": torch.zeros(NUM_ROWS, RESPONSE), "rollout_log_probs": engine}
+    found = actor.update_policy(DataProto.from_dict(columns, meta_info=batch.meta_info))
+    mismatch = {name: value for name, value in found.items() if name.startswith("rollout_corr/")}
+    assert mismatch == {f"rollout_corr/{name}": 0.0 for name in ("kl", "k3_kl", "probs_diff_mean", "eff_sample_size")}
+
+
+def _sampled_by_an_engine(policy: Tensor, shift: Tensor) -> DataProto:
+    """An update of two optimizer steps, whose old log-probs are the policy's own; the engine's are `shift` higher."""
+    batch = with_old_log_probs(rollout_batch(), policy)
+    return batch.union(DataProto.from_dict({"rollout_log_probs": policy + shift}))
+
+
+def test_negative_responses_that_are_far_from_the_engine_teach_nothing(folder: Path) -> None:
+    """Compared with the engine, also where the old log-probs are the trainer's; the other rows' shares stay."""
+    plain = build(folder)
+    policy = plain.compute_log_prob(rollout_batch())[0]
+    far = torch.arange(NUM_ROWS) % 2 == 0
+    batch = _sampled_by_an_engine(policy, torch.where(far, 1.0, 0.1).unsqueeze(-1).expand_as(policy))
+    mask = batch.tensors["response_mask"].bool()
+    dropped = far.unsqueeze(-1) & (batch.tensors["advantages"] < 0) & mask
+    masking = build(folder, policy_loss={"off_policy_mask_threshold": 0.5})
+    metrics = masking.update_policy(batch)
+    share = float(dropped.sum() / mask.sum())
+    assert metrics.pop("actor/off_policy_masked_fraction") == pytest.approx(share)
+    assert 0 < share < 1
+    batch.tensors["advantages"].masked_fill_(dropped, 0.0)
+    assert metrics == pytest.approx(plain.update_policy(batch), rel=1e-6)
+    assert not any(name.startswith("rollout_corr/") for name in metrics), "the driver reports the mismatch"
+    weights = [as_numpy(actor.backend.named_weights()) for actor in (plain, masking)]
+    assert largest_difference(*weights) < TOLERANCE
+
+
+@pytest.mark.parametrize("first_is_own", [False, True])
+def test_the_weighted_kl_is_weighted_by_policy_over_engine(folder: Path, first_is_own: bool) -> None:
+    settings = {"use_kl_loss": True, "mini_batch_rows": NUM_ROWS // 2, "optim": {"lr": 0.0}}
+    actor = build(folder, kl_loss_type="k3_unbiased", **settings)
+    policy = actor.compute_log_prob(rollout_batch())[0]
+    batch = _sampled_by_an_engine(policy, torch.full_like(policy, 0.5))
+    if first_is_own:
+        batch.meta_info[OWN_OLD_LOG_PROBS] = True
+        batch.tensors["old_log_probs"][: NUM_ROWS // 2] = math.nan
+    found = actor.update_policy(batch)
+    plain = build(folder, kl_loss_type="k3", **settings)
+    expected = plain.update_policy(with_old_log_probs(rollout_batch(), policy))["actor/kl_loss"]
+    assert found["actor/kl_loss"] == pytest.approx(math.exp(-0.5) * expected, rel=1e-4)
+    assert not any(name.startswith("rollout_corr/") for name in found), "the driver reports the mismatch"
 
 
 @pytest.mark.parametrize("use_kl_loss", [True, False])

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dovetail.backends.compile_ahead import FIRST_PASS, CompileAhead, Pass, compile_ahead, run_two_layers
+from dovetail.backends.compile_ahead import FIRST_PASS, CompileAhead, Pass, _digest, compile_ahead, run_two_layers
 from dovetail.backends.sharding import Precision
 from dovetail.backends.single import SingleProcess
 from dovetail.models.compile import compile_layers
@@ -151,6 +151,26 @@ def test_nothing_is_compiled_ahead_for_a_deterministic_run_nor_beside_a_vision_t
         assert compile_ahead(on_meta(), MIXED, CPU, BOTH) is None
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("switch", [{"force_disable_caches": True}, {"fx_graph_cache": False}])
+def test_nothing_is_compiled_ahead_for_a_cache_that_is_switched_off(
+    switch: dict[str, bool],
+) -> None:
+    with torch._inductor.config.patch(switch):
+        assert compile_ahead(on_meta(), MIXED, CPU, BOTH) is None
+
+
+def test_the_mark_of_an_earlier_run_is_that_of_the_same_layers() -> None:
+    def digest(model: Any, precision: Precision = MIXED) -> str:
+        return _digest(model.base_model, {"precision": precision, "device": CPU, "matmul": "high"})
+
+    frozen = on_meta()
+    next(frozen.parameters()).requires_grad_(False)
+    others = [on_meta("qwen3"), with_lora(), frozen]
+    assert digest(on_meta()) == digest(on_meta())
+    full = Precision(torch.float32, torch.float32, torch.float32)
+    assert len({digest(on_meta()), digest(on_meta(), full), *map(digest, others)}) == 5
 
 
 class Begun(Exception):

@@ -94,7 +94,7 @@ def train(folder: Path, layout: Layout, batch: DataProto) -> BySetting:
         assert metrics["loss"] == pytest.approx(before["loss"], abs=TOLERANCE)
         trained[name] = Updated(metrics, as_numpy(learner.backend.named_weights()))
     if layout.strategy == "megatron":
-        from dovetail.backends.megatron.layout import destroy_layout
+        from tests.megatron_groups import destroy_layout
 
         destroy_layout()
     return trained

@@ -66,7 +66,7 @@ def train(folder: Path, layout: Layout, batch: DataProto) -> BySetting:
     metrics = learner.update(my_pairs(batch, network.rank_info))
     trained["reward"] = Updated(metrics, as_numpy(network.named_weights()))
     if layout.strategy == "megatron":
-        from dovetail.backends.megatron.layout import destroy_layout
+        from tests.megatron_groups import destroy_layout
 
         destroy_layout()
     return trained

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -21,6 +20,7 @@ from dovetail.agents.parsers.llama3_json import Llama3JsonParser
 from dovetail.agents.parsers.qwen3_coder import Qwen3CoderParser, SeedParser
 from dovetail.agents.tools.schema import ToolError
 from dovetail.agents.types import ToolCall
+from dovetail.config.wording import did_you_mean
 
 __all__ = ["PARSERS", "Parser", "find_parser", "register_parser", "turn_parser"]
 
@@ -63,9 +63,8 @@ def register_parser(name: str) -> Callable[[type], type]:
 def find_parser(name: str) -> Callable[[], Parser]:
     """What makes the parser of a format."""
     if name not in PARSERS:
-        close = difflib.get_close_matches(name, PARSERS, n=1)
-        hint = f"did you mean {close[0]}? Otherwise " if close else ""
-        raise ToolError(f"multi_turn.format={name} is not known; {hint}use one of {', '.join(PARSERS)}.")
+        hint = did_you_mean(name, PARSERS)
+        raise ToolError(f"multi_turn.format={name} is not known.{hint} Use one of {', '.join(PARSERS)}.")
     return PARSERS[name]
 
 

@@ -11,6 +11,9 @@ from dovetail.agents.types import ToolCall
 
 Schemas = Sequence[Mapping[str, Any]]
 _NAME = re.compile(r'"name"\s*:\s*"([^"]*)"')
+SPACE_BEFORE = r"(?:(?<!\s)\s+)?"
+"""White space before a call, from its first character only: a model that writes nothing else must not cost the square
+of it."""
 
 
 class Parser(Protocol):

@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from dovetail.agents.parsers.base import Schemas, after_thinking, arguments_of, failed
+from dovetail.agents.parsers.base import SPACE_BEFORE, Schemas, after_thinking, arguments_of, failed
 from dovetail.agents.types import ToolCall
 
 _BEGIN, _END, _SEPARATOR, _ALL_BEGIN, _ALL_END = (
     f"<\uff5ctool▁{name}\uff5c>" for name in ("call▁begin", "call▁end", "sep", "calls▁begin", "calls▁end")
 )
-_CALL = re.compile(rf"\s*{_BEGIN}(.*?)(?:{_END}|(?={_BEGIN}|{_ALL_END})|\Z)", re.DOTALL)
-_SECTION = re.compile(rf"\s*(?:{_ALL_BEGIN}|{_ALL_END})")
+_CALL = re.compile(rf"{SPACE_BEFORE}{_BEGIN}(.*?)(?:{_END}|(?={_BEGIN}|{_ALL_END})|\Z)", re.DOTALL)
+_SECTION = re.compile(rf"{SPACE_BEFORE}(?:{_ALL_BEGIN}|{_ALL_END})")
 _BLOCK = re.compile(r"\s*(\S+)\s*```(?:json)?\s*(.*?)\s*(?:```\s*)?", re.DOTALL)
 
 

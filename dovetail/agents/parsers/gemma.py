@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from dovetail.agents.parsers.base import Schemas, failed, types_of, value_of
+from dovetail.agents.parsers.base import SPACE_BEFORE, Schemas, failed, types_of, value_of
 from dovetail.agents.types import ToolCall
 
 _HEADER = re.compile(r"\s*(?:call)?:([\w.-]+)\s*(?=\{)")
@@ -23,7 +23,7 @@ class Gemma4Parser:
         thoughts = list(_THOUGHT.finditer(text))
         start = thoughts[-1].end() if thoughts else 0
         begin, end = re.escape(self.begin), re.escape(self.end)
-        pattern = re.compile(rf"\s*{begin}(.*?)(?:{end}|(?={begin})|\Z)", re.DOTALL)
+        pattern = re.compile(rf"{SPACE_BEFORE}{begin}(.*?)(?:{end}|(?={begin})|\Z)", re.DOTALL)
         calls = [self._call(match.group(1), match.group().strip(), tools) for match in pattern.finditer(text, start)]
         thinking = _THOUGHT.sub(r"<think>\1</think>", text[:start])
         return thinking + pattern.sub("", text[start:]), calls
@@ -89,4 +89,6 @@ class FunctionGemmaParser(Gemma4Parser):
 
 
 def _space(text: str, at: int) -> int:
-    return at + len(text[at:]) - len(text[at:].lstrip())
+    while at < len(text) and text[at].isspace():
+        at += 1
+    return at

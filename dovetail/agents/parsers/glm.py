@@ -12,7 +12,7 @@ from dovetail.agents.types import ToolCall
 
 _NAME = re.compile(r"\s*([^\s<]+)\s*(?=<arg_key>|\Z)")
 _ARGUMENT = re.compile(
-    r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*",
+    r"\s*<arg_key>([^<]*)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*",
     re.DOTALL,
 )
 

@@ -24,7 +24,7 @@ class GptOssParser:
         said: list[str] = []
         calls: list[ToolCall] = []
         end = 0
-        for match in _MESSAGE.finditer(text):
+        while (match := _MESSAGE.match(text, end)) is not None:
             end = match.end()
             header, body = match.group("header"), match.group("body")
             channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)

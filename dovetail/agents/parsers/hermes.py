@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from dovetail.agents.parsers.base import Schemas, after_thinking, calls_of_json
+from dovetail.agents.parsers.base import SPACE_BEFORE, Schemas, after_thinking, calls_of_json
 from dovetail.agents.types import ToolCall
 
 
 def call_tag(name: str) -> re.Pattern[str]:
     """What stands in a tag of this name. One that is not closed ends at the next one, or with the turn."""
-    return re.compile(rf"\s*<{name}>(.*?)(?:</{name}>|(?=<{name}>)|\Z)", re.DOTALL)
+    return re.compile(rf"{SPACE_BEFORE}<{name}>(.*?)(?:</{name}>|(?=<{name}>)|\Z)", re.DOTALL)
 
 
 TOOL_CALL = call_tag("tool_call")

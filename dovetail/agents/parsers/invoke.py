@@ -6,10 +6,10 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from dovetail.agents.parsers.base import Schemas, after_thinking, failed, types_of, value_of
+from dovetail.agents.parsers.base import SPACE_BEFORE, Schemas, after_thinking, failed, types_of, value_of
 from dovetail.agents.types import ToolCall
 
-_QUOTED = r"""name\s*=\s*["']?([^"'>]*)["']?"""
+_QUOTED = r"""name\s*=\s*["']?([^"'<>]*)["']?"""
 
 
 class InvokeParser:
@@ -25,8 +25,8 @@ class InvokeParser:
         mark = re.escape(self.mark)
         begin, end = rf"<{mark}invoke\s+{_QUOTED}\s*>", f"</{mark}invoke>"
         stop = rf"(?:{end}|(?=<{mark}invoke\s)|(?=</{mark}(?:{self.wrappers})>)|\Z)"
-        self._call = re.compile(rf"\s*{begin}(.*?){stop}", re.DOTALL)
-        self._wrapper = re.compile(rf"\s*</?{mark}(?:{self.wrappers})>")
+        self._call = re.compile(rf"{SPACE_BEFORE}{begin}(.*?){stop}", re.DOTALL)
+        self._wrapper = re.compile(rf"{SPACE_BEFORE}</?{mark}(?:{self.wrappers})>")
         given = rf"""<{mark}parameter\s+{_QUOTED}(?:\s+string\s*=\s*"(true|false)")?\s*>"""
         self._parameter = re.compile(
             rf"{given}(.*?)(</{mark}parameter>|(?=<{mark}parameter\s)|\Z)",

@@ -5,15 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from dovetail.agents.parsers.base import Schemas, after_thinking, arguments_of, failed
+from dovetail.agents.parsers.base import SPACE_BEFORE, Schemas, after_thinking, arguments_of, failed
 from dovetail.agents.types import ToolCall
 
 _CALL = re.compile(
-    r"\s*<\|tool_call_begin\|>(.*?)"
+    rf"{SPACE_BEFORE}<\|tool_call_begin\|>(.*?)"
     r"(?:<\|tool_call_end\|>|(?=<\|tool_call_begin\|>|<\|tool_calls_section_end\|>)|\Z)",
     re.DOTALL,
 )
-_SECTION = re.compile(r"\s*<\|tool_calls_section_(?:begin|end)\|>")
+_SECTION = re.compile(rf"{SPACE_BEFORE}<\|tool_calls_section_(?:begin|end)\|>")
 _ID = re.compile(r"\s*(?:functions\.)?([^\s:]+):\d+\s*")
 
 

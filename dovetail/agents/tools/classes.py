@@ -17,6 +17,7 @@ from dovetail.agents.tools.functions import Functions, signature_of
 from dovetail.agents.tools.schema import Signature, ToolError
 from dovetail.agents.tools.threads import call_function
 from dovetail.agents.types import Message, Task, Toolbox, checked_reward
+from dovetail.config.signatures import missing_arguments, named_arguments
 
 _CONTRACT = frozenset({"reset", "get_reward", "state", "restore", "close"})
 
@@ -119,13 +120,9 @@ def read_methods(cls: type) -> dict[str, Signature]:
 
 def _accepted(reset: Callable[..., Any], row: Mapping[str, Any]) -> dict[str, Any]:
     """What `reset` names; everything where it has **row."""
-    parameters = inspect.signature(reset).parameters.values()
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return dict(row)
-    missing = [p.name for p in parameters if p.default is p.empty and p.name not in row]
-    if missing:
+    if missing := missing_arguments(reset, row):
         raise ToolError(
             f"{getattr(reset, '__qualname__', 'reset')} asks for {', '.join(missing)}, which the row does not have; it "
             f"has {', '.join(sorted(row))}."
         )
-    return {parameter.name: row[parameter.name] for parameter in parameters if parameter.name in row}
+    return named_arguments(reset, row)

@@ -20,6 +20,7 @@ from dovetail.agents.tools.observations import without_media
 from dovetail.agents.tools.schema import ToolError
 from dovetail.agents.tools.threads import call_function
 from dovetail.agents.types import Message, OpenTools, Task, Toolbox, ToolCall, ToolResult
+from dovetail.config.signatures import named_arguments
 
 
 def extra_of(task: Task, name: str) -> Any:
@@ -44,11 +45,7 @@ def as_result(returned: Any, *, name: str) -> ToolResult:
 
 async def call_named(function: Callable[..., Any], *args: Any, **given: Any) -> Any:
     """Call with what the signature names; with everything where it takes **kwargs."""
-    parameters = inspect.signature(function).parameters.values()
-    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        names = {parameter.name for parameter in parameters}
-        given = {name: value for name, value in given.items() if name in names}
-    return await call_function(function, *args, **given)
+    return await call_function(function, *args, **named_arguments(function, given))
 
 
 class VerlToolbox(Toolbox):

@@ -165,7 +165,7 @@ def _finish(output: Any, session: Session) -> float | None:
     session.events += [_event(one) for one in outputs]
     if not session.turns and not any(any(one.response_mask) for one in outputs):
         return None  # the runner says that the model was not asked
-    used: set[tuple[int, int]] = set()
+    used: set[Place] = set()
     rows = [_row(one, session, used) for one in outputs]
     session.use_rows(rows)
     reward = outputs[-1].reward_score
@@ -191,7 +191,7 @@ def _event(output: AgentLoopOutput) -> dict[str, Any]:
     return {"kind": "loop", "turn": None, "metrics": numbers, "extra_fields": fields}
 
 
-def _row(output: AgentLoopOutput, session: Session, used: set[tuple[int, int]]) -> Segment:
+def _row(output: AgentLoopOutput, session: Session, used: set[Place]) -> Segment:
     """The output with the engine's own log-probs. What two rows share is trained in the first one."""
     prompt, ids, mask = list(output.prompt_ids), list(output.response_ids), list(output.response_mask)
     if len(ids) != len(mask):
@@ -201,7 +201,7 @@ def _row(output: AgentLoopOutput, session: Session, used: set[tuple[int, int]]) 
     for name, (tokens, most) in lengths.items():
         if len(tokens) > most:
             raise ValueError(f"{name}_ids has {len(tokens)} tokens, more than rollout.{name}_length={most}; cut it.")
-    places = _places([*prompt, *ids], session)[len(prompt) :]
+    places = _places([*prompt, *ids], session, used)[len(prompt) :]
     trained, log_probs, versions = [False] * len(ids), [0.0] * len(ids), [NO_VERSION] * len(ids)
     results = {place[0]: session.result(place[0]) for place in places if place is not None}
     for position, (wanted, place) in enumerate(zip(mask, places, strict=True)):
@@ -219,11 +219,12 @@ def _row(output: AgentLoopOutput, session: Session, used: set[tuple[int, int]]) 
     return Segment(tuple(prompt), Response(tuple(ids), tuple(trained), tuple(log_probs), tuple(versions), reason))
 
 
-def _places(ids: list[int], session: Session) -> list[Place | None]:
-    """For each id the turn that sampled it, after exactly the ids before it here."""
+def _places(ids: list[int], session: Session, used: set[Place]) -> list[Place | None]:
+    """For each id the turn that sampled it, after exactly the ids before it here; one that no row has, if there is."""
     places: list[Place | None] = [None] * len(ids)
-    found = sorted((same, turn, at) for turn, (at, same) in session.matches(ids).items())
-    for same, turn, at in found:  # of several turns after the same ids, the longest match
+    taken = {turn for turn, _ in used}
+    found = sorted((same, turn not in taken, turn, at) for turn, (at, same) in session.matches(ids).items())
+    for same, _, turn, at in found:  # of several turns after the same ids, the longest match
         places[at : at + same] = [(turn, token) for token in range(same)]
     return places
 

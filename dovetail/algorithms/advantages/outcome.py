@@ -1,4 +1,5 @@
-"""One advantage per response, from the scores of its group: GRPO, pass@k, RLOO, OPO, GPG, REINFORCE++ with a baseline.
+"""One advantage per response, from the scores of its group: GRPO, MaxRL, pass@k, RLOO, OPO, GPG, REINFORCE++ with a
+baseline.
 
 The group are the responses to one prompt. An estimator is a function from scores to row advantages.
 """
@@ -56,6 +57,24 @@ def compute_grpo_outcome_advantage(
     """
     centered = scores - groups.row_mean(scores)
     return centered / (groups.row_std(scores) + epsilon) if norm_adv_by_std_in_grpo else centered
+
+
+@register_outcome_estimator("max_rl")
+def compute_max_rl_outcome_advantage(scores: torch.Tensor, groups: Groups) -> torch.Tensor:
+    """MaxRL (https://arxiv.org/abs/2602.02710): A = (R - mean of group) / mean of group; 0 where all score 0. A group
+    of one keeps its score.
+
+    With scores of 0 and 1 the mean is the share of right responses. The gradient is that of the first n - 1 terms of
+    log p = -sum_k (1 - p)^k / k, p the chance of a right response; that of (R - mean) alone is the first term's.
+    """
+    if (scores < 0).any():
+        row = int(torch.nonzero(scores < 0)[0])
+        raise ValueError(
+            f"max_rl: row {row} scored {scores[row].item():g}; it divides by the mean of a group, so scores must not "
+            "be negative. Return 0 for a wrong response, or use adv_estimator=grpo."
+        )
+    mean = groups.row_mean(scores)
+    return (scores - mean) / torch.where(mean > 0, mean, 1.0)
 
 
 @register_outcome_estimator("grpo_passk")

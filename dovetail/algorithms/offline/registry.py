@@ -6,7 +6,6 @@ Each loss says which totals of the whole batch it divides by, so that neither mi
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -20,6 +19,7 @@ from dovetail.algorithms.offline.kto import kto_kl, kto_loss
 from dovetail.algorithms.offline.orpo import orpo_loss
 from dovetail.algorithms.offline.reward import reward_loss
 from dovetail.algorithms.offline.simpo import simpo_loss
+from dovetail.config.wording import did_you_mean
 
 LOSS_MASK = "loss_mask"
 """Column `[rows, seq_len]`: 1 at the tokens whose log-probs count."""
@@ -61,8 +61,7 @@ class OfflineLoss:
 def preference_loss(loss_type: str, **settings: Any) -> OfflineLoss:
     """The loss that `dpo.loss_type` names. `settings` are the keys of the section `dpo`; each loss takes its own."""
     if loss_type not in _BUILDERS:
-        nearest = difflib.get_close_matches(loss_type, _BUILDERS, n=1, cutoff=0.5)
-        hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
+        hint = did_you_mean(loss_type, _BUILDERS)
         raise ValueError(f"Unknown preference loss {loss_type!r}.{hint} Known: {', '.join(_BUILDERS)}.")
     return _BUILDERS[loss_type](**settings)
 

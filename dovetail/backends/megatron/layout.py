@@ -91,15 +91,6 @@ def create_layout(config: MegatronConfig, device: torch.device) -> MegatronLayou
     return layout
 
 
-def destroy_layout() -> None:
-    """Forget the process groups, so that another layout can be made. Backends built on them are of no use after."""
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-
-    parallel_state.destroy_model_parallel()
-    get_cuda_rng_tracker().reset()
-
-
 def _virtual_size(config: MegatronConfig) -> int | None:
     virtual = config.virtual_pipeline_model_parallel_size
     # One chunk a stage is no interleaving, and Megatron refuses to be told so.

@@ -7,7 +7,7 @@ from dovetail.config.checks.examined import Check, Examined, Findings
 from dovetail.config.rejection import rejection_rules
 
 GROUP_ESTIMATORS = frozenset(
-    {"grpo", "grpo_passk", "rloo", "rloo_vectorized", "opo", "gpg", "gdpo", "reinforce_plus_plus_baseline"}
+    {"grpo", "grpo_passk", "rloo", "rloo_vectorized", "opo", "gpg", "gdpo", "max_rl", "reinforce_plus_plus_baseline"}
     | OPTIMAL_TOKEN_BASELINES
 )
 
@@ -41,6 +41,12 @@ def _kl(run: Examined) -> Findings:
         yield run.warning(
             "<algorithm.use_kl_in_reward> and <actor.use_kl_loss> punish the same KL twice; set "
             "use_kl_in_reward=False (GRPO), or use_kl_loss=False (PPO)."
+        )
+    if in_reward and run.algorithm.adv_estimator == "max_rl":
+        yield run.error(
+            "<algorithm.use_kl_in_reward> makes rewards negative, and <algorithm.adv_estimator> divides by their mean; "
+            "set @actor.use_kl_loss=True instead.",
+            "algorithm.use_kl_in_reward",
         )
     for key, switch in (
         ("actor.kl_loss_coef", "actor.use_kl_loss"),

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dovetail.config.plan.batches import PASSES, PassBatches
-from dovetail.config.plan.layout import GIB
 from dovetail.config.root import DovetailConfig
+from dovetail.config.units import GIB
 
 if TYPE_CHECKING:
     from dovetail.config.plan.memory import PhaseMemory

@@ -46,7 +46,6 @@ class BatchPlan:
     max_generation_rounds: int
     max_sequence_length: int
     max_tokens: int
-    max_response_tokens: int
     # 0: nothing is generated.
     sequences_per_engine: float
     passes: tuple[PassBatches, ...]
@@ -68,7 +67,6 @@ def make_batches(config: DovetailConfig, layouts: dict[str, RoleLayout]) -> Batc
         max_generation_rounds=rounds,
         max_sequence_length=length,
         max_tokens=prompts * n * length,
-        max_response_tokens=prompts * n * rollout.response_length,
         sequences_per_engine=generated * n / (layouts["rollout"].num_engines or 1) if "rollout" in layouts else 0,
         passes=tuple(_passes(config, layouts, prompts * n, length)),
     )

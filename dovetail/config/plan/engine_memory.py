@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 from dovetail.config.fsdp import full_dtype
 from dovetail.config.plan.activations import forward_activations
-from dovetail.config.plan.layout import GIB, Device, RoleLayout
+from dovetail.config.plan.layout import Device, RoleLayout
 from dovetail.config.plan.model_shape import ModelShape
 from dovetail.config.plan.role_memory import BYTES
 from dovetail.config.rollout import RolloutConfig
+from dovetail.config.units import GIB
 
 # CUDA graphs and their pools, when they are captured.
 GRAPHS = 1.0 * GIB

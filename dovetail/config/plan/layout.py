@@ -13,11 +13,11 @@ from dovetail.config.megatron import MegatronConfig
 from dovetail.config.plan.stages import pipeline_stages
 from dovetail.config.reward import RewardModelConfig
 from dovetail.config.root import DovetailConfig
+from dovetail.config.units import GIB
 
 TrainingSection = RoleConfig | RewardModelConfig
 
 SHARED_POOL = "global"
-GIB = 1024**3
 # What is planned for when nobody says: the common data-centre card, and the card of the npu recipes.
 DEFAULT_GIB = {"cuda": 80.0, "auto": 80.0, "npu": 64.0}
 # Driver context, collectives and allocator before the first tensor.

@@ -9,10 +9,11 @@ from dovetail.config.fsdp import full_dtype
 from dovetail.config.plan.advice import advise
 from dovetail.config.plan.batches import BatchPlan, PassBatches
 from dovetail.config.plan.engine_memory import EngineMemory, engine_memory
-from dovetail.config.plan.layout import GIB, Device, RoleLayout
+from dovetail.config.plan.layout import Device, RoleLayout
 from dovetail.config.plan.model_shape import Shapes
 from dovetail.config.plan.role_memory import RoleMemory, role_memories, teacher_layer_bytes
 from dovetail.config.root import DovetailConfig
+from dovetail.config.units import GIB
 
 ITEMS = ("weights", "gradients", "optimizer", "activations", "logits", "KV cache", "engine", "waiting roles", "runtime")
 MIB = 1024**2

@@ -71,7 +71,10 @@ def _choose(keys: Translated, role: str, backend: str, written: str) -> None:
     if backend not in _BACKENDS:
         keys.problem(key, f"{written} is not supported: {_FIX}.")
         keys.take(*(name for name in keys.leaves if name.startswith(_SECTIONS) and _is_of_file(name)))
-    elif _BACKENDS[backend] is not None and keys.leaves.get(strategy) is None:
+    elif _BACKENDS[backend] is None and keys.leaves.get(strategy) is None:
+        if used := next((name for name in keys.leaves if name.startswith(f"{role}.megatron.")), None):
+            keys.problem(key, f"{written} and {used} name different backends; keep one.")
+    elif keys.leaves.get(strategy) is None:
         keys.put(strategy, _BACKENDS[backend], key)
         keys.notice(key, f"{written} is read as {strategy}={_BACKENDS[backend]}.")
 

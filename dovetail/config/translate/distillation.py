@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from dovetail.config.errors import name_some
 from dovetail.config.translate.groups import Translated, Values
+from dovetail.config.wording import name_some
 
 _OLD = "distillation."
 ENABLED = f"{_OLD}enabled"
@@ -57,7 +57,7 @@ def distillation(keys: Translated) -> None:
     if not enabled:
         return
     given = keys.take(*(key for key in keys.leaves if key.startswith(_OLD)))
-    values: Values = {"trainer.method": ("distill", f"{ENABLED}=True")}
+    values: Values = {"trainer.method": ("distill", f"{ENABLED}=True, that is trainer.method")}
     for name in ("nnodes", "n_gpus_per_node"):
         values[f"distill.teacher.{name}"] = (given.pop(f"{_OLD}{name}", None), f"{_OLD}{name}")
     entries = {key: given.pop(key) for key in list(given) if key.startswith(_TEACHERS)}
@@ -78,6 +78,7 @@ def distillation(keys: Translated) -> None:
 def _teachers(keys: Translated, values: Values, entries: dict[str, Any], routed_by: Any) -> list[str]:
     """One teacher, or several by the value of a column. Returns the keys of an engine: the training backend computes a
     teacher here."""
+    values["distill.teacher_key"] = (routed_by, f"{_OLD}teacher_key")
     teachers: dict[str, dict[str, Any]] = {}
     unread: list[str] = []
     for key, value in entries.items():
@@ -101,7 +102,6 @@ def _teachers(keys: Translated, values: Values, entries: dict[str, Any], routed_
         keys.problem(_TEACHERS, f"{_TEACHERS}*.key: two teachers have the same one; rows could not choose.")
     if len(teachers) > 1:
         values["distill.teachers"] = (paths, f"{_TEACHERS}*")
-        values["distill.teacher_key"] = (routed_by, f"{_OLD}teacher_key")
     else:
         values["distill.teacher.path"] = (next(iter(paths.values()), None), f"{_TEACHERS}*.model_path")
     return unread
@@ -112,7 +112,7 @@ def _loss(keys: Translated, values: Values, loss: dict[str, Any]) -> list[str]:
     mode, by_gradient = loss.pop("loss_mode", "k3"), loss.pop("use_policy_gradient", False)
     task, coef = loss.pop("use_task_rewards", True), loss.pop("distillation_loss_coef", None)
     unread = [f"{_LOSS}{name}={loss.pop(name)}" for name in _UNREAD if name in loss]
-    kl = (_REWARDS if by_gradient else _LOSSES).get(mode)
+    kl = (_REWARDS if by_gradient else _LOSSES).get(str(mode))
     if kl is None:
         keys.problem(_MODE, _why_not(mode, by_gradient=by_gradient))
     values["distill.kl"] = (kl, _MODE)
@@ -143,8 +143,7 @@ def _loss(keys: Translated, values: Values, loss: dict[str, Any]) -> list[str]:
 
 
 def _why_not(mode: Any, *, by_gradient: bool) -> str:
-    other = _LOSSES if by_gradient else _REWARDS
-    if mode in other:
+    if str(mode) in (_LOSSES if by_gradient else _REWARDS):
         why = (
             "as the reward of a token it does not give the gradient of a divergence; set use_policy_gradient=False, or "
             "loss_mode=k1"

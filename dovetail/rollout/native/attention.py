@@ -169,10 +169,8 @@ class DecodeStep:
         return self._masks
 
 
-def plan_spans(lengths: Sequence[int], device: torch.device) -> list[tuple[int, int]]:
+def plan_spans(lengths: Sequence[int]) -> list[tuple[int, int]]:
     """Cut slots 0..R-1 into neighbourhoods so that padding costs less than the calls it saves."""
-    if device.type != "cpu":
-        return [(0, len(lengths))]
     spans = []
     first, longest = 0, lengths[0]
     for row in range(1, len(lengths)):

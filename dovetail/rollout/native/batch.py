@@ -141,7 +141,7 @@ class RunningBatch:
                 [row.index for row in rows],
                 self._device,
             )
-            self._spans = plan_spans(lengths, self._device)
+            self._spans = plan_spans(lengths)
             self._shifts = [row.position_shift for row in rows]
             self._rows_changed = False
         places = torch.tensor(lengths, device=self._device)

@@ -17,6 +17,7 @@ from torch import nn
 from dovetail.config.fsdp import full_dtype
 from dovetail.config.rollout import RolloutConfig
 from dovetail.models.exact import use_exact_modules
+from dovetail.models.head import use_float32_head
 from dovetail.models.stop_ids import folder_stop_ids, model_stop_ids
 from dovetail.rollout.base import (
     ALL_TAGS,
@@ -63,7 +64,8 @@ class NativeEngine(RolloutEngine):
 
     `kv_on_update` says what becomes of the KV cache of running requests when the weights change: `recompute` runs them
     through the new weights, `keep` goes on with what the old weights computed, and then the log-probs of the tokens
-    that follow are not those of any weights. `exact` computes log-probs to the bits of a trainer with `models.exact`.
+    that follow are not those of any weights. `exact` computes log-probs to the bits of a trainer with `models.exact`,
+    `fp32_lm_head` makes logits in float32 of weights in bfloat16.
     """
 
     name = "native"
@@ -83,6 +85,7 @@ class NativeEngine(RolloutEngine):
         enable_prefix_caching: bool = True,
         kv_on_update: Literal["recompute", "keep"] = "recompute",
         exact: bool = False,
+        fp32_lm_head: bool = False,
         ops: Any = None,
         **model_args: Unpack[ModelArgs],
     ) -> None:
@@ -99,6 +102,8 @@ class NativeEngine(RolloutEngine):
             self._eos_ids = folder_stop_ids(self._folder, **model_args)
         if exact:
             use_exact_modules(self._model)
+        elif fp32_lm_head:
+            use_float32_head(self._model)
         self._packed = pack_linears(self._model, self._device)
         self._max_model_len = max_model_len or int(self._model.config.get_text_config().max_position_embeddings)
         self._vocab_size = num_embeddings(self._model)
@@ -159,6 +164,7 @@ class NativeEngine(RolloutEngine):
             enable_prefix_caching=config.enable_prefix_caching,
             kv_on_update=config.kv_on_update,
             exact=config.exact,
+            fp32_lm_head=config.fp32_lm_head,
             **model,
         )
 
@@ -200,9 +206,8 @@ class NativeEngine(RolloutEngine):
             if self._folder is None:
                 if weights is not None:
                     WeightLoader(self._model).check_shared(weights)
-            elif weights is None:
-                raise ValueError("update_weights(None) is for shared weights; this engine owns its own: send them.")
             else:
+                weights = self._sent(weights)
                 # Until the last tensor is in, the model is a mixture of two versions.
                 self._partial_update = f"the weight update to version {version} did not finish"
                 (self._loader or WeightLoader(self._model)).load(weights)

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from dovetail.rollout.base import EngineError, FinishReason, LogprobsMode, MemoryTag
 from dovetail.rollout.remote.client import HttpClient, ServerError
 from dovetail.rollout.remote.samples import Part, RemoteSample
-from dovetail.weight_sync import DiskVersion, ExpectedWeights, GroupAddress
+from dovetail.weight_sync import ExpectedWeights, GroupAddress
 
 COUNT_TIMEOUT_S = 2.0
 PAUSE_TIMEOUT_S = 60.0
@@ -28,13 +28,11 @@ class ServerInfo:
     model. `deterministic`: seeds of requests fix what is sampled, by a sampler of SGLang's own.
     """
 
-    model: str
     max_model_len: int
     logprobs: LogprobsMode
     weight_version: int | None = None
     takes_no_weights: str = ""
     num_workers: int = 1
-    dtype: str = ""
     kv_cache_bytes: int = 0
     shape: Mapping[str, Any] = field(default_factory=dict)
     deterministic: bool = False
@@ -92,8 +90,8 @@ class Dialect(ABC):
     async def wake(self, server: str, tags: Collection[MemoryTag]) -> None: ...
 
     @abstractmethod
-    async def load_from_disk(self, server: str, saved: DiskVersion, expected: ExpectedWeights) -> None:
-        """Take a version from a folder it sees. WeightUpdateError for a misfit."""
+    async def load_from_disk(self, server: str, folder: Path, expected: ExpectedWeights) -> None:
+        """Take the version in a folder that it sees. WeightUpdateError for a misfit."""
 
     @abstractmethod
     async def join_group(self, server: str, address: GroupAddress, first_rank: int) -> None:

@@ -184,8 +184,7 @@ class RemoteRollout(RolloutEngine):
         return super().num_tokens() + sum(self._num_tokens.values())
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]] | None, version: int) -> None:
-        if weights is None:
-            raise ValueError("update_weights(None) is for engines that share the trainer's memory; servers do not.")
+        weights = self._sent(weights)
         self._check_open()
         self._check_weights_awake()
         self._update(weights, version)

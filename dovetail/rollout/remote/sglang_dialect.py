@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from dovetail.config.units import GIB
 from dovetail.rollout.base import EngineError, LogprobsMode, MemoryTag, WeightUpdateError
 from dovetail.rollout.remote.client import ServerError
 from dovetail.rollout.remote.dialect import (
@@ -32,7 +33,6 @@ from dovetail.rollout.remote.samples import Part, RemoteSample
 from dovetail.weight_sync import (
     Announcements,
     Bucket,
-    DiskVersion,
     ExpectedWeights,
     GroupAddress,
     WeightAccount,
@@ -44,7 +44,6 @@ _FLUSH_TRIES = 150
 _FLUSH_PAUSE_S = 0.1
 _MAX_SEED = 2**31 - 1
 _MAX_READ_BACK = 8, 1 << 18  # tensors, and elements of each: SGLang spells them out as numbers
-_GIB = 1024**3
 
 
 class SGLangDialect(Dialect):
@@ -76,18 +75,16 @@ class SGLangDialect(Dialect):
             self._server_info[server] = await self.client.get(f"{server}/server_info")
         own = self._server_info[server]
         with understood(server, answer):
-            model = str(answer["model_path"])
             shape = {"model_type": answer["model_type"]} if answer.get("model_type") else {}
             version = _version(answer["weight_version"])
         with understood(server, own):
             usage = (own.get("internal_states") or [{}])[0].get("memory_usage", {})
             return ServerInfo(
-                model,
                 self._max_model_len,
                 self._logprobs,
                 weight_version=version,
                 num_workers=int(own["tp_size"]) * int(own.get("pp_size", 1)),
-                kv_cache_bytes=int(float(usage.get("kvcache", 0.0)) * _GIB),
+                kv_cache_bytes=int(float(usage.get("kvcache", 0.0)) * GIB),
                 shape=shape,
                 deterministic=bool(own.get("enable_deterministic_inference")),
             )
@@ -172,11 +169,11 @@ class SGLangDialect(Dialect):
         # Also before: a request that ended a moment ago may still be pending.
         await self.forget_caches(server)
 
-    async def load_from_disk(self, server: str, saved: DiskVersion, expected: ExpectedWeights) -> None:
+    async def load_from_disk(self, server: str, folder: Path, expected: ExpectedWeights) -> None:
         await self.begin_update(server, expected)
         # An update that flushes the cache itself ends the server if a request is pending: `forget_caches` does it.
         # The format is named, because it would take the one it was started with: dummy, usually.
-        body = {"model_path": str(saved.folder), "load_format": "auto", "flush_cache": False}
+        body = {"model_path": str(folder), "load_format": "auto", "flush_cache": False}
         try:
             await self._post(server, "/update_weights_from_disk", body)
         except ServerError as error:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from dovetail.rollout.base import ALL_TAGS, LogprobsMode, MemoryTag, WeightUpdateError
@@ -21,7 +22,7 @@ from dovetail.rollout.remote.dialect import (
     understood,
 )
 from dovetail.rollout.remote.samples import Part, RemoteSample
-from dovetail.weight_sync import DiskVersion, ExpectedWeights, GroupAddress
+from dovetail.weight_sync import ExpectedWeights, GroupAddress
 
 EXTENSION = "dovetail.rollout.remote.vllm_extension.ServerExtension"
 _HOW_TO = f"start it with VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls {EXTENSION}"
@@ -41,24 +42,21 @@ class VLLMDialect(Dialect):
         answer = await self.client.get(f"{server}/v1/models")
         with understood(server, answer):
             card = answer["data"][0]
-            model, max_model_len = str(card["id"]), int(card["max_model_len"])
-        self._models[server] = model
+            self._models[server], max_model_len = str(card["id"]), int(card["max_model_len"])
         try:
             extended = await self._call(server, "dovetail_server_info")
         except ServerError as error:
             if error.status == 404 or "dovetail_server_info" in error.body:
                 why = f"the server {server} takes no weights: {_HOW_TO}"
-                return ServerInfo(model, max_model_len, "raw", takes_no_weights=why)
+                return ServerInfo(max_model_len, "raw", takes_no_weights=why)
             raise
         with understood(server, extended):
             first = extended[0]
             return ServerInfo(
-                model,
                 max_model_len,
                 await self._logprobs(server, first["logprobs"]),
                 weight_version=_common_version(extended),
                 num_workers=int(first["num_workers"]),
-                dtype=first["dtype"],
                 kv_cache_bytes=sum(int(size) for size in await self._call(server, "dovetail_kv_cache_bytes")),
                 shape=first["shape"],
             )
@@ -133,10 +131,10 @@ class VLLMDialect(Dialect):
         query = {} if set(tags) == set(ALL_TAGS) else {"tags": next(iter(tags))}
         await self.client.post(f"{server}/wake_up", query=query, timeout_s=_LONG_S)
 
-    async def load_from_disk(self, server: str, saved: DiskVersion, expected: ExpectedWeights) -> None:
+    async def load_from_disk(self, server: str, folder: Path, expected: ExpectedWeights) -> None:
         await self.begin_update(server, expected)
         problem: str | None = None
-        for file in sorted(saved.folder.glob("*.safetensors")):
+        for file in sorted(folder.glob("*.safetensors")):
             problem = problem or _first_problem(await self._call(server, "dovetail_load_file", (str(file),)))
         missing = await self.finish_update(server)
         if problem or missing:

@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 
 import torch
 
+from dovetail.controller.rendezvous import LOOPBACK
 from dovetail.rollout.base import EngineError, WeightUpdateError
 from dovetail.rollout.loop_thread import LoopThread
 from dovetail.rollout.remote.client import ServerError
@@ -27,14 +28,13 @@ from dovetail.rollout.remote.dialect import Dialect, ServerInfo
 from dovetail.weight_sync import (
     BroadcastFailedError,
     Bucket,
-    DiskVersion,
-    DiskWeights,
     ExpectedWeights,
     NamedTensors,
     WeightSender,
     shared_memory_buckets,
+    write_version,
 )
-from dovetail.weight_sync.group import LOOPBACK, GroupBackend, address_towards
+from dovetail.weight_sync.group import GroupBackend, address_towards
 
 logger = logging.getLogger(__name__)
 
@@ -84,24 +84,24 @@ class DiskChannel(WeightChannel):
     """Writes complete versions into `folder`. Servers must see it under the same path."""
 
     folder: str
-    _saved: DiskVersion | None = field(default=None, init=False)
+    _saved: tuple[int, Path] | None = field(default=None, init=False)
 
     def stage(self, weights: NamedTensors, version: int) -> None:
         self._saved = None
-        self._saved = DiskWeights(self.folder, bucket_bytes=self.bucket_bytes).write(weights, version)
+        self._saved = version, write_version(self.folder, weights, version, bucket_bytes=self.bucket_bytes)
 
     def deliver(self, servers: Mapping[str, ServerInfo], weights: NamedTensors) -> Failures:
         return self.loop.run(self._on_each(servers, self._load))
 
     async def catch_up(self, server: str, version: int) -> bool:
-        if self._saved is None or self._saved.version != version:
+        if self._saved is None or self._saved[0] != version:
             return False
         await self._load(server)
         return True
 
     async def _load(self, server: str) -> None:
         assert self._saved is not None, "stage() comes first"
-        await self.dialect.load_from_disk(server, self._saved, self.expected)
+        await self.dialect.load_from_disk(server, self._saved[1], self.expected)
 
 
 class SharedMemoryChannel(WeightChannel):

@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Unpack
 import torch
 
 from dovetail.config.rollout import RolloutConfig
+from dovetail.controller.rendezvous import LOOPBACK
 from dovetail.models.load import load_config
 from dovetail.rollout.base import EngineDiedError, EngineError, ModelArgs, RolloutEngine
 from dovetail.rollout.engine_settings import runs_on_cpu
@@ -28,7 +29,6 @@ from dovetail.rollout.sglang.environment import GLOO_INTERFACE, server_python
 from dovetail.rollout.sglang.server import SGLangServer
 from dovetail.rollout.sglang.settings import SGLangSettings
 from dovetail.weight_sync import DEFAULT_BUCKET_BYTES, GroupAddress
-from dovetail.weight_sync.group import LOOPBACK
 
 logger = logging.getLogger(__name__)
 

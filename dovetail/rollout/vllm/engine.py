@@ -67,7 +67,7 @@ class VLLMEngine(RolloutEngine):
 
     def __init__(self, settings: VLLMSettings, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> None:
         self._cpu = runs_on_cpu()
-        self.vllm_version = prepare(cpu=self._cpu)
+        prepare(cpu=self._cpu)
         self.settings = settings
         self._bucket_bytes = bucket_bytes
         self._expected = expected_weights(settings.model, **settings.model_args)
@@ -149,9 +149,7 @@ class VLLMEngine(RolloutEngine):
         return [sample.partial() for sample in self._samples(request_ids)]
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]] | None, version: int) -> None:
-        if weights is None:
-            raise ValueError("update_weights(None) is for engines that share the trainer's memory; vLLM has its own.")
-        self._load(weights, version)
+        self._load(self._sent(weights), version)
 
     def stage_weights(self, weights: NamedTensors, version: int, *, copy: bool = True) -> None:
         """Copy an update while decoding goes on; `commit_weights` then loads the copy between two tokens.

@@ -249,9 +249,7 @@ class RayVLLMEngine(RolloutEngine):
         return self._call("num_tokens")
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]] | None, version: int) -> None:
-        if weights is None:
-            raise ValueError("update_weights(None) is for engines that share the trainer's memory; vLLM has its own.")
-        self.stage_weights(weights, version)
+        self.stage_weights(self._sent(weights), version)
         self.commit_weights(version)
 
     def stage_weights(self, weights: NamedTensors, version: int) -> None:

@@ -19,6 +19,7 @@ _MAX_SEED = 2**63 - 1
 
 
 Deliver: TypeAlias = Callable[[GenerationResult], None]
+"""These engines end every request with a result; `rollout.base.Deliver` also takes requests that failed."""
 
 
 def ignore(result: GenerationResult) -> None:

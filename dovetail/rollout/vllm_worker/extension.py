@@ -49,7 +49,6 @@ class WorkerExtension:
         return {
             "weight_version": self._dovetail_version,
             "num_workers": config.parallel_config.world_size,
-            "dtype": str(config.model_config.dtype).removeprefix("torch."),
             "logprobs": "temperature" if self._dovetail_gives_temperature_logprobs else unextended,
             "shape": model_shape(config.model_config.hf_config),
         }

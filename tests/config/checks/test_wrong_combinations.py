@@ -194,6 +194,11 @@ WRONG = [
         "algorithm.kl_ctrl.type=adaptive",
         says=("=0", "multiplies", "0.001"),
     ),
+    error(
+        "algorithm.use_kl_in_reward=True",
+        "algorithm.adv_estimator=max_rl",
+        says=("makes rewards negative", "max_rl", "use_kl_loss=True"),
+    ),
     warning(f"{A}.clip_ratio_low=0.28", f"{A}.clip_ratio_high=0.2", says=("=0.28", "above", "clip_ratio_low=0.2")),
     error(
         f"{C}.rollout_rs=seq_max_k2",

@@ -1,0 +1,3 @@
+"""Units of memory."""
+
+GIB = 1024**3
