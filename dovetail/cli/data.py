@@ -2,8 +2,8 @@
 
 dovetail data addition --out data/addition --levels 2 3 --train 2000 --test 200
 dovetail data addition --out data/pairs --pairs          (for dovetail dpo and dovetail reward)
-dovetail data gsm8k raw/gsm8k --out data/gsm8k
-dovetail data math --out data/math                       (from the hub)
+dovetail data gsm8k --out data/gsm8k                     (from the hub; math, too)
+dovetail data gsm8k raw/gsm8k --out data/gsm8k           (from files on this machine)
 dovetail data jsonl mine.jsonl --out data/mine --data-source exact --answer-field label
 """
 
@@ -22,7 +22,7 @@ CONVERTED = ("gsm8k", "math", "jsonl")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What to make, and where."""
     parser.add_argument("kind", choices=(*GENERATED, *CONVERTED), help="a task to generate or a data set to convert")
-    parser.add_argument("source", nargs="?", help="file or folder with the raw data (default: download from the hub)")
+    parser.add_argument("source", nargs="?", help="file or folder with the raw data (gsm8k, math: or from the hub)")
     parser.add_argument("--out", type=output_folder, required=True, help="folder for train and test files")
     parser.add_argument("--format", choices=("parquet", "jsonl"), default="parquet", help="kind of files")
     parser.add_argument("--seed", type=int, default=0, help="seed of generated problems and of a split")
@@ -84,7 +84,7 @@ def _convert(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
     made = {}
     for split in args.splits:
         source = prepare.GSM8K_SOURCE if args.kind == "gsm8k" else prepare.MATH_SOURCE
-        raw = _raw_rows(args, split, source)
+        raw = prepare.published_rows(source, args.source, split)
         options = {"system": args.system} | ({} if args.instruction is None else {"instruction": args.instruction})
         if args.kind == "gsm8k":
             most = args.max_calculations if split == "train" else None
@@ -121,15 +121,6 @@ def _convert_jsonl(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
         for split, rows in parts.items()
         if rows
     }
-
-
-def _raw_rows(args: argparse.Namespace, split: str, source: str) -> list[dict[str, Any]]:
-    from dovetail.data.prepare import all_rows, local_rows
-
-    if args.source is not None:
-        return local_rows(args.source, split)
-    configuration = "main/" if args.kind == "gsm8k" else ""
-    return all_rows(f"hf://datasets/{source}/{configuration}{split}")
 
 
 def _write(args: argparse.Namespace, splits: dict[str, list[dict[str, Any]]]) -> None:

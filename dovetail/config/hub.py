@@ -57,13 +57,27 @@ def fetch_file(name: str, filename: str, *, kind: Kind = "model") -> Path:
     return Path(cached) if isinstance(cached, str) else _download(hf_hub_download, name, kind, filename=filename)
 
 
+def fetch_folder(name: str, folder: str, *, kind: Kind) -> Path:
+    """One folder of a repository, in the cache."""
+    from huggingface_hub import constants, snapshot_download
+
+    fetched = _download(snapshot_download, name, kind, allow_patterns=[f"{folder}/*"]) / folder
+    if not fetched.is_dir():
+        # Where the hub does not answer, huggingface_hub returns the snapshot of the cache, whatever is in it.
+        reason = (
+            f"it has no such folder, or {constants.ENDPOINT} cannot be reached and the cache does not have all of it"
+        )
+        raise HubError(_explain(name, kind, reason, folder))
+    return fetched
+
+
 def _download(download: Callable[..., str], name: str, kind: Kind, **wanted: Any) -> Path:
     repository, revision = _parts(name)
     how = {"etag_timeout": _SECONDS_FOR_AN_ANSWER, "local_files_only": not _can_be_asked()}
     try:
         return Path(download(repository, revision=revision, repo_type=kind, **how, **wanted))
     except _errors() as error:
-        raise HubError(_explain(name, repository, kind, error, wanted.get("filename"))) from error
+        raise HubError(_explain(name, kind, _reason(error), wanted.get("filename"))) from error
 
 
 def make_repository(name: str) -> None:
@@ -128,15 +142,16 @@ def _errors() -> tuple[type[Exception], ...]:
     return (OSError, EntryNotFoundError, HFValidationError, HTTPError)
 
 
-def _explain(name: str, repository: str, kind: Kind, error: Exception, filename: str | None = None) -> str:
+def _explain(name: str, kind: Kind, reason: str, part: str | None = None) -> str:
     from huggingface_hub import constants
 
+    repository, _ = _parts(name)
     cache = Path(constants.HF_HUB_CACHE) / f"{kind}s--{repository.replace('/', '--')}"
     type_of = "" if kind == "model" else " --repo-type dataset"
-    what = f"{filename} of {name}" if filename else name
+    what = f"{part} of {name}" if part else name
     either = f"{name} is no folder on this machine, and" if kind == "model" else f"{name}:"
     return (
-        f"{either} the Hugging Face hub cannot give {what}: {_reason(error)}. Give a local path, or put it into the "
+        f"{either} the Hugging Face hub cannot give {what}: {reason}. Give a local path, or put it into the "
         f"cache folder {cache}: run `hf download {repository}{type_of}` where the hub can be reached, then copy the "
         "folder of that name here."
     )

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.config.errors import Notice, Problem
+from dovetail.config.translate.short import usual_name
 from dovetail.config.values import is_quoted, parse_value, split_outside, unquote
 
 _SET = re.compile(r"(\+\+|\+)?([A-Za-z_][\w\-@]*(?:\.[\w\-/@]+)*)\s*=(.*)", re.DOTALL)
@@ -68,7 +69,9 @@ def parse_overrides(texts: Sequence[str], *, source: str, shell_quotes: bool = F
         if text.startswith("--"):
             name, _, value = text.partition("=")
             options[name] = unquote(value) if is_quoted(value) else value
-            if name not in _FILE_OPTIONS:
+            if usual := usual_name(name.removeprefix("--")):
+                parsed.problems.append(Problem(text, f"{text} is not a known key{usual}"))
+            elif name not in _FILE_OPTIONS:
                 parsed.notices.append(Notice(text, f"{text} is an option of another launcher; it is not read."))
             continue
         try:

@@ -12,7 +12,7 @@ from dovetail.config.errors import Problem
 from dovetail.config.keys import Key, catalogue, find_key, nearest_key, sections
 from dovetail.config.names import unknown_names
 from dovetail.config.root import DovetailConfig
-from dovetail.config.translate.short import SHORT_NAMES, USUAL_NAMES
+from dovetail.config.translate.short import SHORT_NAMES, usual_name
 from dovetail.config.tree import Tree, nested, prefixes
 from dovetail.config.wording import nearest
 
@@ -29,15 +29,16 @@ def unknown_keys(values: Mapping[str, Any], spelling: Mapping[str, str] | None =
                 problems.append(Problem(key, f"{key}={value!r}: {key} is a section; set the keys below it."))
         elif find_key(DovetailConfig, key) is None:
             written = (spelling or {}).get(key, key)
-            name = key if written == key else f"{written}, which is read as {key},"
-            problems.append(Problem(key, f"{name} is not a known key{suggestion(key)}"))
+            usual = usual_name(written)
+            name = written if usual or written == key else f"{written}, which is read as {key},"
+            problems.append(Problem(key, f"{name} is not a known key{usual or suggestion(key)}"))
     return problems
 
 
 def suggestion(key: str) -> str:
     """The end of a sentence about an unknown key."""
-    if (here := USUAL_NAMES.get(key.removeprefix("trainer."))) is not None:
-        return f"; that is {here} here (docs/guide/from-trl.md has more names)."
+    if (usual := usual_name(key.removeprefix("trainer."))) is not None:
+        return usual
     near = nearest_key(DovetailConfig, key) or nearest(key, SHORT_NAMES)
     if f"{near}.path" in catalogue(DovetailConfig):  # a section that stands for a model or a function
         near = f"{near}.path"

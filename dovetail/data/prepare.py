@@ -6,11 +6,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dovetail.data.errors import DataError
+from dovetail.config.hub import HubError, fetch_folder
+from dovetail.data.errors import DataError, DataNotHereError
 from dovetail.data.files import ENDINGS, prompt_row, read_rows
 
 GSM8K_SOURCE = "openai/gsm8k"
 MATH_SOURCE = "DigitalLearningGmbH/MATH-lighteval"
+_FOLDER_OF_ALL = {GSM8K_SOURCE: "main", MATH_SOURCE: "data"}
+"""The folder of the repository that holds all problems; the others hold them in another form, or a part of them."""
 GSM8K_INSTRUCTION = 'Think step by step, then write the final number after "####".'
 MATH_INSTRUCTION = "Think step by step, then write the final answer in \\boxed{}."
 
@@ -134,6 +137,19 @@ def _field(row: Mapping[str, Any], name: str, index: int, way_out: str = "") -> 
     return row[name]
 
 
+def published_rows(source: str, path: str | None, split: str) -> list[dict[str, Any]]:
+    """All rows of a split of GSM8K or MATH: of a file, a folder a copy of the repository; of the hub without one."""
+    folder = _FOLDER_OF_ALL[source]
+    if path is not None:
+        inside = Path(path).expanduser() / folder
+        return local_rows(str(inside) if inside.is_dir() else path, split)
+    try:
+        return local_rows(str(fetch_folder(source, folder, kind="dataset")), split)
+    except HubError as error:
+        copied = f"`hf download {source} --repo-type dataset --local-dir FOLDER`"
+        raise DataNotHereError(f"{error} `dovetail data` also takes a copy of the FOLDER of {copied}.") from error
+
+
 def local_rows(path: str, split: str) -> list[dict[str, Any]]:
     """All rows of a file, or of the file in a folder whose name begins with the split."""
     folder = Path(path).expanduser()
@@ -141,11 +157,6 @@ def local_rows(path: str, split: str) -> list[dict[str, Any]]:
         files = sorted(file for file in folder.rglob(f"{split}*") if file.suffix in ENDINGS)
         if not files:
             raise DataError(f"{folder} has no file {split}*.jsonl or {split}*.parquet; give the file itself.")
-        return [row for file in files for row in all_rows(str(file))]
-    return all_rows(str(folder))
-
-
-def all_rows(path: str) -> list[dict[str, Any]]:
-    """All rows of a file, or of a split on the hub (`hf://datasets/...`)."""
-    rows = read_rows(path)
-    return [rows[row] for row in range(len(rows))]
+    else:
+        files = [folder]
+    return [rows[row] for rows in (read_rows(str(file)) for file in files) for row in range(len(rows))]

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import subprocess
+import sys
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -13,11 +16,12 @@ import pytest
 from dovetail.cli.data import GENERATED
 from dovetail.cli.main import main
 from dovetail.data.errors import DataError
-from dovetail.data.files import read_rows
-from dovetail.data.prepare import GSM8K_INSTRUCTION, gsm8k_rows, math_rows
+from dovetail.data.files import read_rows, write_rows
+from dovetail.data.prepare import GSM8K_INSTRUCTION, GSM8K_SOURCE, MATH_SOURCE, gsm8k_rows, math_rows
 from dovetail.demo.tasks import TASKS, generate_task, with_pairs
 from dovetail.rewards.registry import default_compute_score, has_rule
 from dovetail.rewards.rules.extract import last_boxed
+from tests.hub import put_in_cache, serve_hub
 
 pytestmark = pytest.mark.unit
 
@@ -148,6 +152,63 @@ def test_the_command_converts_gsm8k_from_a_folder(tmp_path: Path) -> None:
     assert default_compute_score(made[1]["data_source"], RAW[1]["answer"], "1001")["score"] == 1.0
 
 
+MATH_RAW = [{"problem": "Half?", "solution": r"So \boxed{\frac{1}{2}}.", "level": "Level 1", "type": "Algebra"}]
+
+
+def published(repository: Path, kind: str) -> Path:
+    """A copy of the repository of GSM8K or MATH with rows of our own: all problems, and some in another folder."""
+    folder, other, rows = {"gsm8k": ("main", "socratic", RAW), "math": ("data", "algebra", MATH_RAW)}[kind]
+    for split, order in (("train", 1), ("test", -1)):
+        write_rows(rows[::order], repository / folder / f"{split}-00000-of-00001.parquet")
+        write_rows(rows[:1], repository / other / f"{split}-00000-of-00001.parquet")
+    return repository
+
+
+@pytest.mark.parametrize(("kind", "name"), [("gsm8k", GSM8K_SOURCE), ("math", MATH_SOURCE)])
+def test_what_the_hub_gives_is_converted_as_a_copy_of_the_repository_is(
+    cache: Path, tmp_path: Path, kind: str, name: str
+) -> None:
+    copied = published(tmp_path / "copied", kind)
+    put_in_cache(cache, name, copied, kind="dataset")
+    assert main(["data", kind, "--out", str(tmp_path / "hub")]) == 0
+    assert main(["data", kind, str(copied), "--out", str(tmp_path / "local")]) == 0
+    for split in ("train", "test"):
+        made, expected = (list(read_rows(str(tmp_path / way / f"{split}.parquet"))) for way in ("hub", "local"))
+        assert made == expected
+        truths = {row["reward_model"]["ground_truth"] for row in made}
+        assert truths == {"gsm8k": {"4", "1001"}, "math": {r"\frac{1}{2}"}}[kind]
+
+
+def test_only_the_folder_of_all_problems_is_downloaded(tmp_path: Path) -> None:
+    """From a hub on loopback, in a process of its own: huggingface_hub reads its variables when it is imported."""
+    files = {
+        str(file.relative_to(tmp_path)): file.read_bytes() for file in published(tmp_path, "gsm8k").rglob("*.parquet")
+    }
+    command = [sys.executable, "-m", "dovetail.cli.main", "data", "gsm8k", "--out", str(tmp_path / "out")]
+    with serve_hub({f"datasets/{GSM8K_SOURCE}": files}) as hub:
+        settings = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+        environment = os.environ | settings | {"HF_HUB_CACHE": str(tmp_path / "cache")}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        assert hub.count == {f"main/{split}-00000-of-00001.parquet": 1 for split in ("train", "test")}
+    assert len(read_rows(str(tmp_path / "out" / "train.parquet"))) == 2
+
+
+@pytest.mark.parametrize("has_another_folder", [False, True])
+def test_without_the_hub_the_message_says_how_to_get_the_files(
+    cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], has_another_folder: bool
+) -> None:
+    if has_another_folder:
+        write_rows(RAW, tmp_path / "some" / "socratic" / "train-00000-of-00001.parquet")
+        put_in_cache(cache, GSM8K_SOURCE, tmp_path / "some", kind="dataset")
+    assert main(["data", "gsm8k", "--out", str(tmp_path / "out")]) == 2
+    message = " ".join(capsys.readouterr().err.split())
+    assert f"hub cannot give {'main of ' * has_another_folder}openai/gsm8k" in message
+    assert "the cache does not have" in message
+    assert "`hf download openai/gsm8k --repo-type dataset --local-dir FOLDER`" in message
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_command_splits_any_jsonl(tmp_path: Path) -> None:
     file = tmp_path / "mine.jsonl"
     file.write_text("\n".join(json.dumps({"q": f"q{i}", "a": f"a{i}"}) for i in range(10)))
@@ -196,8 +257,7 @@ def test_wrong_data_ends_the_command_with_one_line(tmp_path: Path, capsys: pytes
 
 
 def test_math_takes_the_boxed_answer_as_truth() -> None:
-    raw = [{"problem": "Half?", "solution": r"So \boxed{\frac{1}{2}}.", "level": "Level 1", "type": "Algebra"}]
-    row = math_rows(raw, "train", last_boxed)[0]
+    row = math_rows(MATH_RAW, "train", last_boxed)[0]
     assert row["reward_model"]["ground_truth"] == r"\frac{1}{2}"
     assert row["extra_info"]["level"] == "Level 1"
     with pytest.raises(DataError, match="row 0 has no 'problem'"):

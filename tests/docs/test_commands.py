@@ -21,11 +21,14 @@ import pytest
 
 from dovetail.cli.main import COMMANDS, main
 from dovetail.config import load_config
+from dovetail.data.files import write_rows
+from dovetail.data.prepare import GSM8K_SOURCE, MATH_SOURCE
 from dovetail.observability.run_folder import RunFolder
 from tests.config.plan.known_models import DEEPSEEK_V3
 from tests.dashboard.synthetic import write_run
 from tests.docs.blocks import blocks_of
 from tests.docs.commands import PAGES, REST_OF_KEYS, ROOT, Command, commands_in_text, page_commands
+from tests.hub import put_in_cache
 from tests.trainer.toy_run import Toy, save_toy_data, save_toy_model, train
 
 pytestmark = pytest.mark.e2e
@@ -35,7 +38,6 @@ NOT_HERE = {
     "make sglang-env": "installs from the network",
     "make demo": "installs from the network, then trains for minutes",
     "make test": "is what runs this",
-    "dovetail data math --out data/math": "reads from the hub",
     "python -m dovetail.trainer.sft_trainer": "a run on two devices; test_sft_runs has the entry",
 }
 """Commands (or how they begin) that a machine without network cannot carry out."""
@@ -70,6 +72,7 @@ RAW = [
     {"question": f"Two and two, {n} times?", "answer": f"<<2+2=4>>4, <<{n}*4={4 * n}>>{4 * n}\n#### {4 * n}"}
     for n in range(1, 9)
 ]
+MATH_RAW = [{"problem": f"{n} halves?", "solution": rf"\boxed{{\frac{{{n}}}{{2}}}}"} for n in range(1, 9)]
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +84,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("train", "test"):
         (folder / "raw" / "gsm8k").mkdir(parents=True, exist_ok=True)
         (folder / "raw" / "gsm8k" / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in RAW))
+        write_rows(RAW, folder / "on_hub" / "gsm8k" / "main" / f"{name}-00000-of-00001.parquet")
+        write_rows(MATH_RAW, folder / "on_hub" / "math" / "data" / f"{name}-00000-of-00001.parquet")
+    put_in_cache(folder / "hub", GSM8K_SOURCE, folder / "on_hub" / "gsm8k", kind="dataset")
+    put_in_cache(folder / "hub", MATH_SOURCE, folder / "on_hub" / "math", kind="dataset")
     raw, prepared = str(folder / "raw" / "gsm8k"), str(folder / "data" / "gsm8k")
     assert main(["data", "gsm8k", raw, "--out", prepared]) == 0
     pairs = ["--out", str(folder / "data" / "pairs"), "--pairs", "--levels", "2", "--train", "20", "--test", "4"]
@@ -113,6 +120,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def reader(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(folder)
     monkeypatch.setenv("DOVETAIL_LOGGING_LEVEL", "WARNING")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(folder / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     return folder
 
 

@@ -107,6 +107,60 @@ USUAL_NAMES: dict[str, str] = {
 """Usual names, many of them TRL's, and the ones that mean it here, for messages: docs/guide/from-trl.md says what
 differs."""
 
+_PROMPTS_PER_STEP = "data.train_batch_size (prompts per step, as there)"
+_MINI_BATCH = f"{_ACTOR}.ppo_mini_batch_size (prompts per optimizer step; there responses)"
+_FUNCTION = "reward (a Python function, or a reward model's path)"
+_AGENT = "actor_rollout_ref.rollout.agent.environment"
+_OPENRLHF_NAMES: dict[tuple[str, ...], str] = {
+    ("actor.model_name_or_path", "pretrain"): "model",
+    ("reward.model_name_or_path", "reward_pretrain"): "reward_model.model.path (with reward_model.enable=True)",
+    ("critic.model_name_or_path", "critic_pretrain"): "critic.model.path",
+    ("reward.remote_url", "remote_rm_url"): _FUNCTION,
+    ("train.agent_func_path", "agent_func_path"): f"{_AGENT} (a class with reset and step)",
+    ("data.prompt_dataset", "prompt_data"): "data",
+    ("data.input_key", "input_key"): "data.prompt_key",
+    ("data.max_len", "max_len"): "data.max_response_length (and data.max_prompt_length: not their sum)",
+    ("rollout.max_new_tokens", "generate_max_len"): "data.max_response_length",
+    ("prompt_max_len",): "data.max_prompt_length",
+    ("rollout.batch_size", "rollout_batch_size"): _PROMPTS_PER_STEP,
+    ("rollout.n_samples_per_prompt", "n_samples_per_prompt"): "actor_rollout_ref.rollout.n",
+    ("train.batch_size",): _MINI_BATCH,
+    ("train.micro_batch_size", "micro_train_batch_size"): f"{_ACTOR}.ppo_micro_batch_size_per_gpu",
+    ("train.max_tokens_per_gpu", "train_max_tokens_per_gpu"): f"{_ACTOR}.ppo_max_token_len_per_gpu",
+    ("train.dynamic_batch_enable", "use_dynamic_batch"): f"{_ACTOR}.use_dynamic_bsz",
+    ("train.max_epochs", "max_epochs"): f"{_ACTOR}.ppo_epochs (without RL trainer.total_epochs)",
+    ("train.num_episodes", "num_episodes"): "trainer.total_epochs",
+    ("actor.adam.lr", "actor_learning_rate"): "lr",
+    ("critic.adam.lr", "critic_learning_rate"): "critic.optim.lr",
+    ("algo.advantage.estimator", "advantage_estimator"): "algorithm.adv_estimator (other names of the same)",
+    ("algo.kl.init_coef", "init_kl_coef"): f"{_ACTOR}.kl_loss_coef (in the reward algorithm.kl_ctrl.kl_coef)",
+    ("algo.kl.estimator", "kl_estimator"): f"{_ACTOR}.kl_loss_type (in the reward algorithm.kl_penalty)",
+    ("algo.dynamic_filtering_enable", "dynamic_filtering"): "algorithm.filter_groups.enable",
+    ("train.async_enable", "async_train"): "async_training.mode",
+    ("train.colocate_all", "colocate_all_models"): "actor_rollout_ref.hybrid_engine (True by default)",
+    ("vllm.num_engines", "vllm_num_engines"): "engine (engine=vllm: one per device, or per tensor-parallel group)",
+    ("vllm.tensor_parallel_size", "vllm_tensor_parallel_size"): "actor_rollout_ref.rollout.tensor_model_parallel_size",
+    ("vllm.gpu_memory_utilization",): "actor_rollout_ref.rollout.gpu_memory_utilization",
+    ("ds.zero_stage", "zero_stage"): f"{_ACTOR}.strategy",
+    ("ds.packing_samples", "packing_samples"): "actor_rollout_ref.model.use_remove_padding (True by default)",
+    ("ds.ring_attn_size", "ring_attn_size"): f"{_ACTOR}.ulysses_sequence_parallel_size",
+    ("ds.lora.rank",): "actor_rollout_ref.model.lora_rank",
+    ("ckpt.path", "ckpt_path"): "output",
+    ("ckpt.output_dir", "save_path"): "output (the run folder; dovetail export writes the model)",
+    ("ckpt.save_steps",): "trainer.save_freq",
+    ("ckpt.load_enable", "load_checkpoint"): "trainer.resume_mode (auto by default)",
+}
+OPENRLHF_NAMES = {name: here for names, here in _OPENRLHF_NAMES.items() for name in names}
+"""Flags of OpenRLHF, as they are and as they were before they had sections, for messages."""
+
+
+def usual_name(name: str) -> str | None:
+    """The end of a sentence about a name that another library has for one of ours."""
+    for names, page in ((USUAL_NAMES, "from-trl"), (OPENRLHF_NAMES, "from-openrlhf")):
+        if (here := names.get(name)) is not None:
+            return f"; that is {here} here (docs/guide/{page}.md has more names)."
+    return None
+
 
 def expand(name: str, value: Any) -> dict[str, Any] | None:
     """The keys that a short name, or the name of one of verl's files, sets; None when `name` is none, or is used as a
