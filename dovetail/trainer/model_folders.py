@@ -88,8 +88,6 @@ def load_readers(config: DovetailConfig) -> tuple[Any, Any | None]:
         for reader in (tokenizer, processor):
             if reader is not None:
                 reader.chat_template = model.custom_chat_template
-    elif processor is not None and not tokenizer.chat_template:  # some folders have it for the processor alone
-        tokenizer.chat_template = processor.chat_template
     return tokenizer, processor
 
 
