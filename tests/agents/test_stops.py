@@ -135,6 +135,14 @@ def test_a_mismatch_is_one_sentence_with_both_tokens(chatml: Path) -> None:
     )
 
 
+def test_an_architecture_that_workers_alone_know_is_not_looked_at(tmp_path: Path) -> None:
+    folder = save_chatml_model(tmp_path)
+    config, tokenizer = run_of(folder, f"{MODEL}.external_lib=my_models")
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"model_type": "my_model"}))
+    assert stop_notice(config, tokenizer) is None
+
+
 def test_answers_that_are_trained_without_an_end_are_named(alike: Path) -> None:
     open_end = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }};{% endfor %}"
     template = f"{MODEL}.custom_chat_template={json.dumps(open_end)}"
