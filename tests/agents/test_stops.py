@@ -170,6 +170,13 @@ def test_an_export_names_the_runs_ids_after_those_that_were_there(chatml: Path, 
     assert folder_stop_ids(tmp_path / "out") == (EOS, TURN_END)
 
 
+def test_an_export_does_not_name_an_id_that_the_run_has_replaced(tmp_path: Path) -> None:
+    folder = save_chatml_model(tmp_path / "model")
+    rename_ends(folder, [5, EOS])
+    ids = run_stop_ids(*run_of(folder, f"+{MODEL}.override_config.eos_token_id={TURN_END}")).all
+    assert folder_stop_ids(_saved(folder, tmp_path / "out", ids)) == (EOS, TURN_END), "the tokenizer's and its own"
+
+
 def test_an_export_with_nothing_to_add_has_the_files_bytes(alike: Path, tmp_path: Path) -> None:
     out = _saved(alike, tmp_path / "out", (EOS,))
     assert (out / GENERATION_CONFIG).read_bytes() == (alike / GENERATION_CONFIG).read_bytes()
