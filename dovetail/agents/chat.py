@@ -236,7 +236,7 @@ class ChatRenderer:
                     f"the template rewrites the prompt of an answer: {_difference(prompt.text, full)}"
                 )
             return self._encode_text(text_of(answer) + stop)
-        if said and lost_part({"content": said}, rest) is not None:
+        if said and "tool_calls" not in answer and lost_part({"content": said}, rest) is not None:
             raise ChatTemplateError(
                 f"the chat template leaves out the text of an answer ({said[:60]!r}), or a part of it: it writes "
                 f"{rest[:90]!r}. Take it out of the row, or set actor_rollout_ref.model.custom_chat_template."
