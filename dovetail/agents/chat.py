@@ -26,6 +26,7 @@ from dovetail.agents.thinking import (
     written_after,
 )
 from dovetail.agents.types import Message
+from dovetail.data.encode import reads_parts_alone, with_parts
 
 Property = Literal["prefix", "generation_prompt", "independence", "closing", "boundary", "accepted"]
 MEANING: dict[Property, str] = {
@@ -140,6 +141,7 @@ class ChatRenderer:
         self._cut_markup = _starts_of([text for text, is_special in added.items() if is_special or text in source])
         self._splits_thinking = "thinking" in source and "</think>" not in source
         self._writes_calls = True
+        self._reads_parts = reads_parts_alone(tokenizer, template_kwargs)
         try:
             text = self._render([_user("hi"), _calling("hi", _PROBES[0])], None, generation=False)
             self._writes_calls = _PROBES[0] in text
@@ -201,7 +203,7 @@ class ChatRenderer:
             return tail.ids
         if written is not None:
             stop_id = written[-1]
-            if self._encode(tail.body) != list(written[:-1]):
+            if self._encode_text(tail.body) != list(written[:-1]):
                 return None
         return tail.ids[1:] if stop_id is None or stop_id == tail.ids[0] else None
 
@@ -233,14 +235,19 @@ class ChatRenderer:
                 raise ChatTemplateError(
                     f"the template rewrites the prompt of an answer: {_difference(prompt.text, full)}"
                 )
-            return self._encode(text_of(answer) + stop)
+            return self._encode_text(text_of(answer) + stop)
+        if said and "tool_calls" not in answer and lost_part({"content": said}, rest) is not None:
+            raise ChatTemplateError(
+                f"the chat template leaves out the text of an answer ({said[:60]!r}), or a part of it: it writes "
+                f"{rest[:90]!r}. Take it out of the row, or set actor_rollout_ref.model.custom_chat_template."
+            )
         # Up to the last stop token: the text may be a part of one, as "end" is.
         last = max((rest.rfind(token) for token in self._stops), default=-1)
         end = rest if last < 0 or said not in rest[:last] else rest[:last]
         after = end.rfind(said) + len(said) if said in end and said else 0
         ends = [end + len(token) for token in self._stops if (end := rest.find(token, after)) >= 0]
         # Some families end an answer with what begins the next message, which is not there yet.
-        return self._encode(rest[: min(ends)] if ends else rest + stop)
+        return self._encode_text(rest[: min(ends)] if ends else rest + stop)
 
     def _prompt(self, messages: list[Message], tools: Sequence[Mapping[str, Any]] | None) -> Prompt:
         text = self._render_prepared(messages, tools, generation=True)
@@ -387,6 +394,10 @@ class ChatRenderer:
             raise ChatTemplateError(f"the chat template refuses a conversation of {roles}: {error}") from error
 
     def _encode(self, text: str) -> list[int]:
+        """What stands before an answer, where a subclass may have more than text."""
+        return self._encode_text(text)
+
+    def _encode_text(self, text: str) -> list[int]:
         pieces, fast = text.split(CUT), getattr(self.tokenizer, "backend_tokenizer", None)
         # The library's wrapper takes as long as the tokenizer itself. It is needed where a call of somebody else has
         # left the tokenizer in a state that changes ids.
@@ -410,6 +421,8 @@ class ChatRenderer:
             else:
                 written = "\n".join(_hermes(call["function"]) for call in calls)
                 message["content"] = f"{text_of(message)}\n{written}".lstrip("\n")
+        if self._reads_parts:
+            message = with_parts(message)
         pattern = self._cut_special if is_answer else self._cut_markup
         return {key: _cut(value, pattern) if key != "role" else value for key, value in message.items()}
 

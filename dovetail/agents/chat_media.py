@@ -61,7 +61,6 @@ class MediaRenderer(ChatRenderer):
     def answer(self, messages: Sequence[Message], tools: Any = None) -> list[int]:
         if any(count_media(messages[-1:])):
             raise ChatTemplateError("the assistant's message holds an image or a video; models here write text alone.")
-        self._present = (0, 0)
         return super().answer(messages, tools)
 
     def _encode(self, text: str) -> list[int]:

@@ -116,6 +116,8 @@ def run_stop_ids(config: DovetailConfig, tokenizer: Any) -> StopIds:
 def stop_notice(config: DovetailConfig, tokenizer: Any) -> Notice | None:
     """What to say once, before a run whose responses end, or whose answers are trained to end."""
     rollout, method = config.actor_rollout_ref.rollout, config.trainer.method
+    if config.actor_rollout_ref.model.external_lib is not None:  # workers alone may know the architecture
+        return None
     if method == "reward" or (config.generates and _ignores_eos(rollout)):
         return None
     return run_stop_ids(config, tokenizer).notice(tokenizer, trains_turns=not config.generates)

@@ -39,6 +39,11 @@ class Answer(NamedTuple):
         return bool(self.reasoning or self.thought)
 
     @property
+    def is_empty_thinking(self) -> bool:
+        """Tags alone, as data for a model that is not to think has them."""
+        return not self.reasoning and not THINKING_TAG.sub("", self.thought).strip()
+
+    @property
     def begins(self) -> str:
         """For a message."""
         return (self.reasoning or self.thought)[:60]
@@ -68,7 +73,7 @@ def written_after(prompt: Prompt, full: str, message: Mapping[str, Any]) -> str 
     the answer's thinking has no place.
     """
     answer, last, header = split_answer(message, prompt.generation), _last_tag(prompt.generation), prompt.text
-    if last is not None and last[2] and answer.has_thinking:
+    if last is not None and last[2] and answer.has_thinking and not answer.is_empty_thinking:
         raise LostThinkingError(
             f"an answer has thinking ({answer.begins!r}), but the prompt for it ends with {prompt.generation[-40:]!r}, "
             "which leaves none to write; render with thinking (data.apply_chat_template_kwargs), or take it out."

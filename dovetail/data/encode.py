@@ -7,6 +7,7 @@ import io
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -17,6 +18,7 @@ from dovetail.data.files import without_nulls
 Truncation = Literal["error", "left", "right", "middle"]
 Messages = list[dict[str, Any]]
 Loader = Callable[[Any], Any]
+_PROBE = {"role": "user", "content": "zebra"}
 _PLACE = re.compile(r"(<image>|<video>)")
 # What a processor returns beside these belongs to the images. Types of tokens are those of the prompt alone: the model
 # side makes them anew for prompt and answer.
@@ -47,10 +49,16 @@ class PromptEncoder:
         # Templates take a None for a value.
         return [with_text(without_nulls(dict(message))) for message in prompt]
 
+    @cached_property
+    def _reads_parts(self) -> bool:
+        return reads_parts_alone(self.tokenizer, self.template_kwargs)
+
     def render(self, messages: Messages | str, where: str) -> str:
         """The prompt's text as the model will see it."""
         if isinstance(messages, str):
             return messages
+        if self._reads_parts:
+            messages = [with_parts(message) for message in messages]
         from jinja2 import TemplateError
 
         try:
@@ -147,6 +155,26 @@ def with_text(message: dict[str, Any]) -> dict[str, Any]:
     parts = content if isinstance(content, (list, tuple)) else []
     texts = [part["text"] for part in parts if isinstance(part, Mapping) and _is_text(part)]
     return {**message, "content": "".join(texts)} if texts and len(texts) == len(parts) else message
+
+
+def with_parts(message: dict[str, Any]) -> dict[str, Any]:
+    """A text as the one part of its message."""
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
+
+
+def reads_parts_alone(tokenizer: Any, template_kwargs: Mapping[str, Any]) -> bool:
+    """Whether the chat template leaves out a text that is no list of parts, without a word (LLaVA's, Idefics')."""
+    from jinja2 import TemplateError
+
+    shown = []
+    for message in (_PROBE, with_parts(_PROBE)):
+        try:
+            text = tokenizer.apply_chat_template([message], tokenize=False, **template_kwargs)
+        except (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError):
+            text = ""
+        shown.append(_PROBE["content"] in text)
+    return shown == [False, True]
 
 
 def listed_media(row: Mapping[str, Any], key: str) -> list[Any]:

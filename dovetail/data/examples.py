@@ -125,6 +125,8 @@ class ExampleDataset(ABC, Generic[Example]):
 
     def _text_ids(self, prompt: str, response: str) -> tuple[list[int], list[int]]:
         """Ids of plain text: the prompt's, and the response's with the end of sequence."""
+        if self._tokenizer.eos_token_id is None:
+            raise DataError("it is plain text, and the tokenizer names no end of text (eos_token) to close it with.")
         prompt_ids = list(self._tokenizer(prompt)["input_ids"])
         # A tokenizer may end every text with its own token; the response comes before that.
         if len(prompt_ids) > 1 and prompt_ids[-1] == self._tokenizer.eos_token_id:

@@ -31,6 +31,7 @@ from transformers import (
     GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
+    ProcessorMixin,
 )
 
 from dovetail.config.hub import fetch_model, is_hub_name
@@ -101,7 +102,7 @@ def load_generation_config(
 def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False, chat_template: str | None = None) -> Any:
     """The tokenizer, with a padding token: the end-of-text token serves when the folder names none.
 
-    Without a `chat_template` it has the folder's.
+    Without a `chat_template` it has the folder's, also where that has one for the processor alone.
     """
     folder = reader_folder(path)
     try:
@@ -117,10 +118,17 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False, chat_te
             f"{folder} has no tokenizer; copy its files (tokenizer.json, tokenizer_config.json, ...) beside the "
             "weights, or set actor_rollout_ref.model.tokenizer_path to a folder that has them."
         )
+    if tokenizer.pad_token_id is None and tokenizer.eos_token_id is None:
+        raise ModelError(
+            f"the tokenizer in {folder} names neither a padding token nor an end of text; set eos_token (or pad_token) "
+            "in its tokenizer_config.json."
+        )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     if chat_template is not None:
         tokenizer.chat_template = chat_template
+    elif not tokenizer.chat_template:
+        tokenizer.chat_template = ProcessorMixin.get_processor_dict(folder)[0].get("chat_template")
     return tokenizer
 
 

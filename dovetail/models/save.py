@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dovetail.models.longrope import as_in_folder
 from dovetail.models.prediction_layers import PredictionLayers
-from dovetail.models.stop_ids import GENERATION_CONFIG, add_stop_ids
+from dovetail.models.stop_ids import GENERATION_CONFIG, name_stop_ids
 from dovetail.observability.disk import make_readable
 
 # Copied as they are: transformers refuses to write some generation configs that it reads.
@@ -65,7 +65,7 @@ def save_hf_folder(
             tokenizer.save_pretrained(work)
         if source is not None:
             _copy_unchanged(Path(source).expanduser(), work)
-        add_stop_ids(work, described, stop_ids)
+        name_stop_ids(work, described, stop_ids)
         publish_folder(work, out)
     finally:
         shutil.rmtree(work, ignore_errors=True)

@@ -28,11 +28,12 @@ def model_stop_ids(generation_config: Any, config: Any) -> tuple[int, ...]:
     return ()
 
 
-def add_stop_ids(folder: Path, config: Any, stop_ids: Collection[int]) -> None:
-    """Make the generation config of a folder that is being written name these ids, after those that it names.
+def name_stop_ids(folder: Path, config: Any, stop_ids: Collection[int]) -> None:
+    """Make the generation config of a folder that is being written name these ids, and those first that it names; no
+    others, which `override_config` has replaced.
 
-    Nothing is written where it names them all. Other values stay as they are, also those that transformers would refuse
-    to write.
+    Nothing is written where it names them already. Other values stay as they are, also those that transformers would
+    refuse to write.
     """
     file = folder / GENERATION_CONFIG
     if file.is_file():
@@ -42,8 +43,8 @@ def add_stop_ids(folder: Path, config: Any, stop_ids: Collection[int]) -> None:
         known = {name: getattr(text, name, None) for name in ("bos_token_id", "pad_token_id", "eos_token_id")}
         values = {name: value for name, value in known.items() if value is not None}
     named = _as_tuple(values.get("eos_token_id")) or model_stop_ids(None, config)
-    if missing := sorted(set(stop_ids) - set(named)):
-        ids = [*named, *missing]
+    ids = [*(one for one in named if one in stop_ids), *sorted(set(stop_ids) - set(named))]
+    if ids and ids != list(named):
         file.write_text(json.dumps({**values, "eos_token_id": ids if len(ids) > 1 else ids[0]}, indent=2) + "\n")
 
 

@@ -139,7 +139,7 @@ def _send(connection: Connection, number: int, reply: Reply) -> None:
     try:
         # Not `send`: its pickler passes tensors on as open files, which the driver cannot fetch.
         message = pickle.dumps(reply, protocol=5)
-    except (pickle.PicklingError, TypeError, AttributeError) as error:
+    except Exception as error:  # noqa: BLE001  a user's object may fail in any way
         message = pickle.dumps(("exception", f"the reward function returned what cannot be sent: {error}"))
     connection.send_bytes(NUMBER.pack(number) + message)
 

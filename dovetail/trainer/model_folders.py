@@ -81,15 +81,11 @@ def _known_models(config: DovetailConfig) -> dict[str, Any]:
 def load_readers(config: DovetailConfig) -> tuple[Any, Any | None]:
     """The tokenizer, and the processor of a model that sees images, with the chat template that prompts are put in."""
     model = config.actor_rollout_ref.model
-    trust = model.trust_remote_code
-    tokenizer = load_tokenizer(config.tokenizer_source, trust_remote_code=trust)
+    trust, template = model.trust_remote_code, model.custom_chat_template
+    tokenizer = load_tokenizer(config.tokenizer_source, trust_remote_code=trust, chat_template=template)
     processor = load_processor(model.path, trust_remote_code=trust)
-    if model.custom_chat_template is not None:
-        for reader in (tokenizer, processor):
-            if reader is not None:
-                reader.chat_template = model.custom_chat_template
-    elif processor is not None and not tokenizer.chat_template:  # some folders have it for the processor alone
-        tokenizer.chat_template = processor.chat_template
+    if processor is not None and (template is not None or not processor.chat_template):
+        processor.chat_template = tokenizer.chat_template  # some folders have it for the tokenizer alone
     return tokenizer, processor
 
 

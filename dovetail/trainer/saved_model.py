@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dovetail.config import load_config
+from dovetail.config.adapter import ADAPTER_SETTINGS
 from dovetail.config.hub import is_hub_name
 from dovetail.config.load import LoadedConfig
 from dovetail.config.plan import read_shapes
@@ -96,6 +97,11 @@ def find_model(given: str) -> SavedModel:
     # `runs/mine` could be a name on the hub, but not where there is a folder `runs`.
     if is_hub_name(given) and not (parent.name and parent.is_dir()):
         return SavedModel(given, is_checkpoint=False)
+    if (Path(given).expanduser() / ADAPTER_SETTINGS).is_file():
+        raise FileNotFoundError(
+            f"{given} is an adapter; give the model under it, and {given} as actor_rollout_ref.model.lora_adapter_path "
+            "(`dovetail eval MODEL KEY=VALUE`, `dovetail generate MODEL --set KEY=VALUE`)."
+        )
     if not Path(given).expanduser().is_dir():
         raise FileNotFoundError(
             f"{given} is no folder; give a folder of a model (with its config.json), a name on the hub (org/name), a "

@@ -359,3 +359,35 @@ def test_a_stop_token_inside_an_answer_is_plain_text() -> None:
     ids = chat.answer([{"role": "user", "content": "Say it."}, {"role": "assistant", "content": "a<|im_end|>b"}])
     assert ids.count(tokenizer.convert_tokens_to_ids("<|im_end|>")) == 1
     assert tokenizer.decode(ids) == "a<|im_end|>b<|im_end|>"
+
+
+PARTS_ALONE = (
+    "{% for m in messages %}{{ m.role }}: {% for part in m.content if part.type == 'text' %}{{ part.text }}{% endfor %}"
+    "</s>{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def test_a_template_that_reads_lists_of_parts_alone_is_given_them() -> None:
+    tokenizer = tiny_tokenizer()
+    talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+    expected = ChatRenderer(tokenizer)
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = PARTS_ALONE
+    renderer = ChatRenderer(tokenizer)
+    assert tokenizer.decode(renderer.start(talk[:1])) == "user: hi</s>assistant: "
+    assert renderer.start(talk[:1]) == expected.start(talk[:1])
+    assert renderer.answer(talk) == expected.answer(talk)
+    assert renderer.stop_token_ids == expected.stop_token_ids
+    new = [{"role": "user", "content": "more"}]
+    assert renderer.extend(talk, new, closed=True) == expected.extend(talk, new, closed=True)
+
+
+def test_an_answer_that_the_template_leaves_out_is_refused() -> None:
+    tokenizer = copy.deepcopy(tiny_tokenizer())
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }}: {% if m.role == 'user' %}{{ m.content }}{% endif %}</s>{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+    with pytest.raises(ChatTemplateError, match=r"leaves out the text of an answer \('yes'\)"):
+        ChatRenderer(tokenizer).answer(talk)

@@ -135,6 +135,14 @@ def test_a_mismatch_is_one_sentence_with_both_tokens(chatml: Path) -> None:
     )
 
 
+def test_an_architecture_that_workers_alone_know_is_not_looked_at(tmp_path: Path) -> None:
+    folder = save_chatml_model(tmp_path)
+    config, tokenizer = run_of(folder, f"{MODEL}.external_lib=my_models")
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"model_type": "my_model"}))
+    assert stop_notice(config, tokenizer) is None
+
+
 def test_answers_that_are_trained_without_an_end_are_named(alike: Path) -> None:
     open_end = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }};{% endfor %}"
     template = f"{MODEL}.custom_chat_template={json.dumps(open_end)}"
@@ -160,6 +168,13 @@ def test_an_export_names_the_runs_ids_after_those_that_were_there(chatml: Path, 
     after = json.loads((_saved(chatml, tmp_path / "out", (EOS, TURN_END)) / GENERATION_CONFIG).read_text())
     assert after == before | {"eos_token_id": [EOS, TURN_END]}
     assert folder_stop_ids(tmp_path / "out") == (EOS, TURN_END)
+
+
+def test_an_export_does_not_name_an_id_that_the_run_has_replaced(tmp_path: Path) -> None:
+    folder = save_chatml_model(tmp_path / "model")
+    rename_ends(folder, [5, EOS])
+    ids = run_stop_ids(*run_of(folder, f"+{MODEL}.override_config.eos_token_id={TURN_END}")).all
+    assert folder_stop_ids(_saved(folder, tmp_path / "out", ids)) == (EOS, TURN_END), "the tokenizer's and its own"
 
 
 def test_an_export_with_nothing_to_add_has_the_files_bytes(alike: Path, tmp_path: Path) -> None:

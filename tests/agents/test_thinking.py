@@ -118,6 +118,13 @@ def test_an_empty_block_of_thinking_is_not_kept_where_the_history_has_none() -> 
     assert "<|im_start|>assistant\n4<|im_end|>" in chat.tokenizer.decode(second.ids)
 
 
+def test_an_empty_block_beside_a_prompt_that_closes_the_thinking_is_in_the_prompt_already() -> None:
+    chat = ChatRenderer(family_tokenizer("qwen3"), enable_thinking=False)
+    empty = {"role": "assistant", "content": "<think>\n\n</think>\n\n4"}
+    assert chat.answer([ASKED, empty]) == chat.answer([ASKED, SAID])
+    assert chat.tokenizer.decode(chat.answer([ASKED, empty])) == "4<|im_end|>"
+
+
 def test_calls_follow_the_thinking_that_the_prompt_opened() -> None:
     chat = ChatRenderer(family_tokenizer("deepseek-r1"))
     call = {"id": "call00000", "type": "function", "function": {"name": "look_up", "arguments": {"word": "z"}}}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from dovetail.config import ConfigError
 from dovetail.trainer.model_folders import load_readers
 from dovetail.trainer.run import run_training
 from dovetail.trainer.stopping import Interrupted
+from tests.models.tiny import save_tiny_vision_model
 from tests.workers.tiny_run import run_config, small_model
 
 pytestmark = pytest.mark.unit
@@ -57,6 +59,18 @@ def test_prompts_are_put_in_the_users_chat_template(tmp_path: Path) -> None:
     tokenizer, processor = load_readers(config)
     assert processor is None
     assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "<hi>"
+
+
+def test_a_processor_without_a_template_has_the_tokenizers(tmp_path: Path) -> None:
+    """Older folders have it in tokenizer_config.json, which no processor reads."""
+    folder = save_tiny_vision_model(tmp_path)
+    template = (folder / "chat_template.jinja").read_text()
+    (folder / "chat_template.jinja").unlink()
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": template}))
+    for own, expected in ({}, template), ({"actor_rollout_ref.model.custom_chat_template": "{{ 1 }}"}, "{{ 1 }}"):
+        config = run_config(folder, {"actor_rollout_ref.model.trust_remote_code": True, **own})
+        assert [reader.chat_template for reader in load_readers(config)] == [expected] * 2
 
 
 def test_an_interrupted_run_says_where_it_is_and_leaves_no_traceback(

@@ -57,6 +57,8 @@ def test_the_strategy_of_the_engine_is_more_exact_than_its_file() -> None:
     assert load("engine.strategy=megatron").config.actor_rollout_ref.actor.strategy == "megatron"
     assert load("engine.context_parallel_size=2").config.actor_rollout_ref.actor.strategy == "megatron"
     assert load("model_engine=dp").config.actor_rollout_ref.actor.strategy == "fsdp2"
+    of_both = load("engine.dtype=float16", "engine.model_dtype=bf16").config.actor_rollout_ref.actor
+    assert (of_both.strategy, of_both.fsdp_config.mixed_precision.param_dtype) == ("fsdp2", "float16")
 
 
 def test_a_list_with_the_megatron_engine_sets_the_actors_megatron_keys() -> None:

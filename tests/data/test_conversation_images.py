@@ -13,7 +13,8 @@ from dovetail.agents.chat import ChatRenderer
 from dovetail.agents.chat_media import MediaRenderer
 from dovetail.config.data import DataConfig
 from dovetail.config.methods import SFTConfig
-from dovetail.data.conversations import ConversationDataset
+from dovetail.data.conversations import ConversationDataset, conversation_rows
+from dovetail.data.encode import place_media
 from dovetail.data.errors import DataError
 from dovetail.data.files import ListRows
 from dovetail.models.load import load_processor, load_tokenizer
@@ -139,3 +140,18 @@ def test_a_model_of_text_refuses_images(readers: tuple[Any, Any]) -> None:
     config = DataConfig(max_length=512)
     with pytest.raises(DataError, match="row 0: it has images or videos, and the model has no processor"):
         ConversationDataset([rows], readers[0], ChatRenderer(readers[0]), config, sft=SFTConfig())
+
+
+def test_a_processor_is_given_images_with_their_placeholders_alone(readers: tuple[Any, Any]) -> None:
+    """LLaVA's and Gemma 3's refuse a text that has fewer; the answer before a later image is text."""
+    tokenizer, processor = readers
+
+    class Strict:
+        def __call__(self, text: list[str], images: Any = (), **settings: Any) -> Any:
+            assert text[0].count("<|image_pad|>") == len(images)
+            return processor(text=text, images=images, **settings)
+
+    renderer = MediaRenderer(tokenizer, Strict()).with_media(PICTURES, [])
+    talk = place_media(TALK, 3, 0, "messages")
+    ((ids, *_),) = conversation_rows(renderer, talk)
+    assert ids == opened(readers, {"messages": TALK, "images": PICTURES})[0][0].ids

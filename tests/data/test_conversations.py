@@ -251,3 +251,11 @@ def test_a_batch_is_padded_on_the_right_and_masks_fit_the_ids(tmp_path: Path) ->
         assert batch["loss_mask"][number, :length].tolist() == row.mask
         assert batch["loss_mask"][number, length:].sum() == 0
         assert batch["position_ids"][number, :length].tolist() == list(range(length))
+
+
+def test_plain_text_needs_an_end_of_text() -> None:
+    tokenizer = copy.deepcopy(family_tokenizer("qwen2.5"))
+    tokenizer.pad_token, tokenizer.eos_token = tokenizer.eos_token, None
+    rows = [ListRows("rows", "0", [{"prompt": "Two?", "response": "2"}])]
+    with pytest.raises(DataError, match="names no end of text"):
+        ConversationDataset(rows, tokenizer, None, DataConfig(max_length=64), sft=SFTConfig())

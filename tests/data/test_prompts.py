@@ -421,3 +421,12 @@ def test_only_dynamic_sampling_draws_prompts_by_the_generation_batch(
     data = {"train_files": toy_file(tmp_path, 12), "train_batch_size": 2, "gen_batch_size": 6, "max_prompt_length": 64}
     config = DovetailConfig(data=data, algorithm={"filter_groups": filters})
     assert len(build_train_loader(config, tiny_tokenizer()).next_batch()) == prompts
+
+
+def test_a_template_that_reads_lists_of_parts_alone_is_given_them(tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% for part in m.content %}<{{ part.text }}>{% endfor %}{% endfor %}"
+    )
+    made = dataset(toy_file(tmp_path, 1), tokenizer=tokenizer, return_full_prompt=True)
+    assert made[0]["full_prompts"] == "<toy 0 xxxx>"

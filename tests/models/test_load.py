@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from pathlib import Path
@@ -12,12 +13,21 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, GPT2Config, Qwen3_5TextConfig
 
 from dovetail.models.backbone import HF_PREFIX
+from dovetail.models.errors import ModelError
 from dovetail.models.load import build_meta_model, load_config, load_processor, load_tokenizer, materialize
 from dovetail.models.policy import PolicyModel
 from dovetail.models.save import publish_folder, save_hf_folder
 from dovetail.models.value import RewardModel, ValueModel
 from dovetail.models.weights import iter_checkpoint_tensors, iter_model_tensors, load_weights, to_checkpoint_tensors
-from tests.models.tiny import FAMILIES, image_batch, ragged_batch, run_model, save_tiny_model, tiny_model
+from tests.models.tiny import (
+    FAMILIES,
+    image_batch,
+    ragged_batch,
+    run_model,
+    save_tiny_model,
+    save_tiny_vision_model,
+    tiny_model,
+)
 
 pytestmark = pytest.mark.unit
 
@@ -276,3 +286,23 @@ def test_a_published_folder_can_be_read_by_others(tmp_path: Path) -> None:
     publish_folder(work, tmp_path / "out")
     modes = {path.name: oct(path.stat().st_mode & 0o777) for path in (tmp_path / "out", *(tmp_path / "out").iterdir())}
     assert modes == {"out": "0o755", "model.safetensors": "0o644", "additional_chat_templates": "0o755"}
+
+
+def test_a_template_that_the_processor_alone_has_is_the_tokenizers(tmp_path: Path) -> None:
+    """Workers and exports read no processor, and ask the template where a response ends."""
+    folder = save_tiny_vision_model(tmp_path)
+    template = load_tokenizer(folder).chat_template
+    (folder / "chat_template.jinja").unlink()
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+    assert template is not None
+    assert load_tokenizer(folder).chat_template == template
+    assert load_tokenizer(folder, chat_template="{{ messages }}").chat_template == "{{ messages }}"
+
+
+def test_a_tokenizer_without_an_end_and_without_padding_is_refused(tmp_path: Path) -> None:
+    folder = save_tiny_model("qwen2", tmp_path)
+    tokenizer = load_tokenizer(folder)
+    tokenizer.eos_token = tokenizer.pad_token = None
+    tokenizer.save_pretrained(folder)
+    with pytest.raises(ModelError, match=r"neither a padding token nor an end of text; set eos_token"):
+        load_tokenizer(folder)

@@ -17,6 +17,7 @@ from dovetail.models.folder import check_model_folder
 from dovetail.models.load import build_meta_model, materialize
 from dovetail.models.save import save_hf_folder
 from dovetail.models.weights import iter_checkpoint_tensors, load_weights, remember_prefixes, to_checkpoint_tensors
+from tests.models.tiny import save_tiny_model
 
 pytestmark = pytest.mark.unit
 
@@ -125,3 +126,18 @@ def test_an_ordinary_model_is_exported_without_a_word(tmp_path: Path, caplog: py
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "source")
     _exported(tmp_path / "source", tmp_path / "out")
     assert caplog.text == ""
+
+
+def test_a_model_of_the_folders_own_code_is_exported(tmp_path: Path) -> None:
+    source, out = tmp_path / "source", tmp_path / "out"
+    save_tiny_model("qwen2", source, tokenizer=False)
+    own = {"model_type": "own", "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.OwnModel"}}
+    (source / "config.json").write_text(json.dumps(json.loads((source / "config.json").read_text()) | own))
+    (source / "own.py").write_text(
+        "from transformers import Qwen2Config, Qwen2ForCausalLM\n\n\nclass Own(Qwen2Config):\n    model_type = 'own'\n"
+        "\n\nclass OwnModel(Qwen2ForCausalLM):\n    config_class = Own\n"
+    )
+    model = build_meta_model(source, trust_remote_code=True)
+    weights = load_file(source / "model.safetensors")
+    save_hf_folder(weights.items(), model.config, None, out, source=source)
+    assert load_file(out / "model.safetensors").keys() == weights.keys()

@@ -13,6 +13,11 @@ _running = 0
 _arrived: dict[str, list[asyncio.Event]] = {}
 
 
+class _NoPickle:
+    def __reduce__(self) -> Any:
+        raise RuntimeError("it has no pickle")
+
+
 async def judge(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any) -> dict[str, Any]:
     global _running
     _running += 1
@@ -45,6 +50,8 @@ async def _behave(answer: str, given: Any) -> int:
         raise TimeoutError("the judge does not answer")
     elif answer == "lambda":
         return lambda: 0  # type: ignore[return-value]
+    elif answer == "unpicklable":
+        return _NoPickle()  # type: ignore[return-value]
     else:
         await asyncio.sleep(float(answer))
     return _running

@@ -79,8 +79,9 @@ def test_who_shared_a_process_that_was_killed_is_scored_alone(
 
 
 def test_an_error_is_its_calls_own(make: Callable[..., KillablePool]) -> None:
-    raised, unsendable, good = outcomes(make(), "raise", "lambda", "0.1")
-    assert (raised.kind, unsendable.kind, good["score"]) == ("exception", "exception", 0.5)
+    raised, unsendable, broken, good = outcomes(make(), "raise", "lambda", "unpicklable", "0.1")
+    assert (raised.kind, unsendable.kind, broken.kind, good["score"]) == (*["exception"] * 3, 0.5)
+    assert "cannot be sent: it has no pickle" in broken.detail
     assert "TimeoutError: the judge does not answer" in raised.detail
     assert "_serve_together" not in raised.detail
     assert "cannot be sent" in unsendable.detail

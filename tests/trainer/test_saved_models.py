@@ -183,10 +183,13 @@ def test_what_cannot_be_evaluated_is_said_in_one_line(
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
     exported, empty = str(saved / "exported"), str(tmp_path / "empty")
     Path(empty).mkdir()
+    (adapter := tmp_path / "adapter").mkdir()
+    (adapter / "adapter_config.json").write_text("{}")
     for arguments, says in [
         (["eval", str(tmp_path / "nothing")], "nothing is no folder"),
         (["eval", "empty/nothing"], "empty/nothing is no folder"),
         (["eval", empty], "trainer.save_freq"),
+        (["eval", str(adapter)], "give the model under it"),
         (["eval", exported], "data.val_files is empty"),
         (["eval", exported, "--data", "no.parquet", "--max-tokens", "8", "data.max_prompt_length=32"], "no.parquet"),
         (["generate", exported], "there is no prompt"),

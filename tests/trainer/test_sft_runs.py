@@ -246,7 +246,9 @@ def test_a_run_of_verls_entry_thinks_row_by_row_validates_each_epoch_and_saves_i
     assert [prompt.endswith("assistant: <no>") for prompt in asked] == [True, False]
 
 
-def test_the_current_entry_has_the_defaults_of_verls_current_file(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_current_entry_has_the_defaults_of_verls_current_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     asked: list[Any] = []
 
     def remember(config: DovetailConfig, **_: Any) -> Any:
@@ -260,6 +262,13 @@ def test_the_current_entry_has_the_defaults_of_verls_current_file(monkeypatch: p
     first, second = (config.actor_rollout_ref.actor for config in asked)
     assert (first.use_dynamic_bsz, first.ppo_max_token_len_per_gpu, first.optim.lr) == (True, 8192, 1e-3)
     assert (second.use_dynamic_bsz, second.ppo_micro_batch_size_per_gpu, second.optim.lr) == (False, 2, 1e-4)
+    # What a file says is said, too.
+    (tmp_path / "run.yaml").write_text("{optim: {lr: 2.0e-5}, data: {train_batch_size: 8}, trainer: {save_freq: -1}}")
+    for file in ([str(tmp_path / "run.yaml")], [f"--config-path={tmp_path}", "--config-name=run"]):
+        assert sft_trainer.main([*lists, *file]) == 2
+        config = asked.pop()
+        assert (config.actor_rollout_ref.actor.optim.lr, config.data.train_batch_size) == (2e-5, 8)
+        assert (config.trainer.save_freq, config.trainer.total_epochs) == ("at_end", 4)
     assert (first.optim.lr_scheduler_type, first.optim.betas, first.optim.weight_decay) == (
         "constant",
         (0.9, 0.999),

@@ -55,7 +55,7 @@ def training_engine(keys: Translated) -> str:
     elif chosen is not None and (strategy := _BACKENDS[chosen]) is not None and exact is None:
         keys.put(_STRATEGY, strategy, "engine")
         keys.notice("engine", f"engine={chosen} is read as {_STRATEGY}={strategy}.")
-    own = set(MegatronConfig.model_fields) - set(FSDPConfig.model_fields)
+    own = set(MegatronConfig.model_fields) - set(FSDPConfig.model_fields) - {"dtype"}  # verl's fsdp has one, too
     is_megatron = "megatron" in (chosen, exact) or (
         chosen is None and any(key.split(".")[1] in own for key in keys.leaves if key.startswith("engine."))
     )
