@@ -76,7 +76,8 @@ def refuse_broken_models(
                 if strategy == "megatron":
                     refuse_for_megatron(network.config)
                 if generates and name == "actor_rollout_ref.model":
-                    refuse_for_native_engine(network)
+                    without = "" if config.generates else " Or set sft.val_samples=0 to generate nothing."
+                    refuse_for_native_engine(network, advice=without)
 
 
 def _known_models(config: DovetailConfig) -> dict[str, Any]:

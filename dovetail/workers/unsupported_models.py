@@ -9,14 +9,14 @@ from transformers import PreTrainedModel
 from dovetail.models.errors import ModelError
 
 
-def refuse_for_native_engine(model: PreTrainedModel) -> None:
-    """ModelError with what to use instead; the model is on the meta device."""
+def refuse_for_native_engine(model: PreTrainedModel, *, advice: str = "") -> None:
+    """ModelError with what to use instead, and `advice`; the model is on the meta device."""
     from dovetail.rollout.native.model import refuse_unsupported
 
     try:
         refuse_unsupported(model)
     except NotImplementedError as error:
-        raise ModelError(str(error)) from error
+        raise ModelError(f"{error}{advice}") from error
 
 
 def refuse_for_megatron(hf_config: Any) -> None:

@@ -100,6 +100,10 @@ def test_a_model_that_cannot_be_packed_is_refused_before_a_process_starts(toy: T
     with pytest.raises(ModelError, match=r"falcon_h1 has hybrid layers; the native engine .* rollout.name=vllm"):
         refuse_broken_models(toy.config(tmp_path, keys))
     refuse_broken_models(toy.config(tmp_path, keys), generates=False)
+    tunes = {**keys, "trainer.method": "sft", "sft.val_samples": 2, "data.val_files": "val.jsonl"}
+    with pytest.raises(ModelError, match=r"falcon_h1 has hybrid layers.*Or set sft\.val_samples=0"):
+        refuse_broken_models(toy.config(tmp_path, tunes))
+    refuse_broken_models(toy.config(tmp_path, {**tunes, "sft.val_samples": 0}))
     refuse_broken_models(toy.config(tmp_path, {**keys, "actor_rollout_ref.rollout.name": "vllm"}))
 
 
