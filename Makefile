@@ -122,8 +122,9 @@ format: setup    ## rewrite the code in the house format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: setup      ## regenerate docs/configuration.md from the config classes, build the site into build/site
+docs: setup      ## regenerate docs/configuration.md and the table of models, build the site into build/site
 	$(BIN)/python -m dovetail.config.document docs/configuration.md
+	$(BIN)/python -m tools.model_table docs/guide/models.md
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: setup engines sglang-env ## speed, as ratios against the alternative in the same run

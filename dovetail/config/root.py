@@ -50,7 +50,17 @@ class DovetailConfig(Section):
         unused(
             _NOT_SAMPLED,
             when_is("generates", False),
-            only="actor_rollout_ref.ref.* reward_model.* custom_reward_function.* algorithm.* async_training.*",
+            only="actor_rollout_ref.ref.* algorithm.* async_training.*",
+        ),
+        unused(
+            "trainer.method={trainer.method} scores no responses",
+            when_is("scores", False),
+            only="reward_model.* custom_reward_function.*",
+        ),
+        unused(
+            "responses of fine-tuning's validation are scored by functions alone",
+            when_is("scores_val_samples", True),
+            only="reward_model.enable reward_model.model.*",
         ),
         unused(_NOT_SAMPLED, when_is("uses_engine", False), only="actor_rollout_ref.rollout.*"),
         *(read_with("trainer.method", name, only=f"{name}.*") for name in ("dpo", "sft")),
@@ -104,6 +114,17 @@ class DovetailConfig(Section):
         policy = self.actor_rollout_ref
         in_place = self.trainer.world_size == 1 and not policy.model.uses_lora and policy.actor.strategy != "megatron"
         return (4 if in_place else 0) if self.sft.val_samples is None else self.sft.val_samples
+
+    @property
+    def scores_val_samples(self) -> bool:
+        """Whether the responses of fine-tuning's validation are scored: where a function is given that does it."""
+        listed = self.reward_model.reward_kwargs.get("rewards")
+        return self.num_val_samples > 0 and (self.custom_reward_function.path is not None or bool(listed))
+
+    @property
+    def scores(self) -> bool:
+        """Whether any response gets a reward."""
+        return self.generates or self.scores_val_samples
 
     @property
     def tokenizer_source(self) -> str:

@@ -106,7 +106,7 @@ class ConversationDataset(ExampleDataset[Conversation]):
         """What the model reads beside the ids of the row."""
         if not any(row.media):
             return {}
-        images, videos = self._media_of(self._row_of(index))
+        images, videos = self._media_of(self.row_of(index))
         opened = [open_image(source) for source in images[: row.media[0]]]
         settings = self.config.mm_processor_kwargs
         return media_tensors(self._processor, opened, videos[: row.media[1]], f"row {index}", settings)

@@ -169,7 +169,7 @@ class ExampleDataset(ABC, Generic[Example]):
         """The images and the videos of a row, as the file has them."""
         return listed_media(row, self.config.image_key), listed_media(row, self.config.video_key)
 
-    def _row_of(self, index: int) -> Mapping[str, Any]:
+    def row_of(self, index: int) -> Mapping[str, Any]:
         """The row that an example is made of."""
         number = int(self.row_ids[index]) // 2
         for file in self._files:

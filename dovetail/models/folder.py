@@ -44,8 +44,9 @@ def check_model_folder(
     headers_only: bool = True,
     packs: bool = False,
     adapted: ModelConfig | None = None,
-) -> None:
-    """Raise ModelError (or FileNotFoundError) if the network that `config.json` describes cannot be read from `path`.
+) -> PreTrainedModel:
+    """The network that `config.json` describes, without memory. ModelError (or FileNotFoundError) if it cannot be read
+    from `path`.
 
     `packs`: also if it would mix sequences that are packed; `adapted`: the section of a network that is trained with
     adapters, also if the model can have none of them, or those of `lora_adapter_path` are not its own.
@@ -77,6 +78,17 @@ def check_model_folder(
         )
     if override_config:
         model = build_meta_model(path, role, override_config=override_config, trust_remote_code=trust_remote_code)
+    check_network(model, role, packs=packs)
+    adapter = None
+    if adapted is not None:
+        add_adapters(model, adapted)
+        adapter = adapter_folder(adapted)
+    load_weights(nn.ModuleDict({"hf_model": model}), path, adapter=adapter, headers_only=headers_only)
+    return model
+
+
+def check_network(model: PreTrainedModel, role: Role = "policy", *, packs: bool = False) -> None:
+    """Raise ModelError if a network on the meta device is none that is trained here; needs no weights."""
     refuse_other_backbones(model)
     refuse_bidirectional(model)
     if role == "policy":
@@ -85,11 +97,6 @@ def check_model_folder(
     if packs:
         refuse_to_pack(model)
         refuse_attention_that_cannot_be_packed(model)
-    adapter = None
-    if adapted is not None:
-        add_adapters(model, adapted)
-        adapter = adapter_folder(adapted)
-    load_weights(nn.ModuleDict({"hf_model": model}), path, adapter=adapter, headers_only=headers_only)
 
 
 def _may_be_left_out(name: str, model: PreTrainedModel) -> bool:

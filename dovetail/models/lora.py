@@ -106,12 +106,16 @@ def _is_read(name: str, hf_model: Any) -> bool:
 
 
 def _say_what_gets_none(hf_model: Any) -> None:
-    experts = [name for name, parameter in hf_model.named_parameters() if parameter.dim() == 3 and "experts" in name]
-    if experts:
+    if experts := stacked_experts(hf_model):
         logger.warning(
             "target_modules=all-linear: the experts of %s are one parameter a layer (%s) and get no adapter; its other "
             "linear layers do.", type(hf_model).__name__, experts[0],
         )  # fmt: skip
+
+
+def stacked_experts(hf_model: Any) -> list[str]:
+    """Names of the parameters that hold all experts of a layer."""
+    return [name for name, parameter in hf_model.named_parameters() if parameter.dim() == 3 and "experts" in name]
 
 
 def _scalar_heads(hf_model: Any) -> list[nn.Module]:

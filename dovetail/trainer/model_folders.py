@@ -15,6 +15,7 @@ from dovetail.models.folder import check_model_folder
 from dovetail.models.load import Role, load_config, load_processor, load_tokenizer, model_folder
 from dovetail.trainer.inputs import named_models, path_key
 from dovetail.trainer.refusals import Refusals
+from dovetail.workers.unsupported_models import refuse_for_megatron, refuse_for_native_engine
 
 
 def refuse_unknown_fields(config: DovetailConfig) -> None:
@@ -43,11 +44,14 @@ def fetch_models(config: DovetailConfig) -> None:
             adapter_folder(model)
 
 
-def refuse_broken_models(config: DovetailConfig, *, on_hub: bool = True, headers_only: bool = True) -> None:
+def refuse_broken_models(
+    config: DovetailConfig, *, on_hub: bool = True, headers_only: bool = True, generates: bool = True
+) -> None:
     """Fail here, in one line, instead of in every worker that reads the folder. Those `on_hub` are downloaded.
 
-    Unless `headers_only`, all weights are read once, one tensor at a time.
+    Unless `headers_only`, all weights are read once, one tensor at a time. A run that only replays `generates` nothing.
     """
+    generates = generates and config.uses_engine and config.actor_rollout_ref.rollout.name == "native"
     read: set[str] = set()
     roles: dict[str, Role] = {"critic.model": "value", "reward_model.model": "reward"}
     if config.trainer.method == "reward":  # trained from either kind; `model=` names both keys
@@ -68,7 +72,12 @@ def refuse_broken_models(config: DovetailConfig, *, on_hub: bool = True, headers
                 downloads = model.lora_adapter_path is not None and is_hub_name(model.lora_adapter_path)
                 settings["adapted"] = model if on_hub or not downloads else None
             with refused.part():
-                check_model_folder(model_folder(model.path), roles.get(name, "policy"), **settings)
+                network = check_model_folder(model_folder(model.path), roles.get(name, "policy"), **settings)
+                if strategy == "megatron":
+                    refuse_for_megatron(network.config)
+                if generates and name == "actor_rollout_ref.model":
+                    without = "" if config.generates else " Or set sft.val_samples=0 to generate nothing."
+                    refuse_for_native_engine(network, advice=without)
 
 
 def _known_models(config: DovetailConfig) -> dict[str, Any]:

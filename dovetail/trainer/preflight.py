@@ -31,7 +31,8 @@ def read_inputs(config: DovetailConfig, options: RunOptions, open_things: ExitSt
     with Refusals() as refused:
         with refused.part():
             refuse_unknown_fields(config)
-            refuse_broken_models(config, on_hub=starts, headers_only=starts)
+            generates = options.recording is None
+            refuse_broken_models(config, on_hub=starts, headers_only=starts, generates=generates)
         with refused.part():
             method = open_method(config, options, open_things)
     return method

@@ -56,20 +56,26 @@ def validate(
         rewards = score(batch)
         columns = {**batch.non_tensor_batch, **rewards.columns.non_tensor_batch}
         scored_batch = one_row_each(DataProto.from_dict({**batch.tensors, **rewards.columns.tensors}, columns))
-        rows += _scored_rows(scored_batch, rewards, config.data.reward_fn_key)
+        rows += scored_rows(scored_batch, rewards, config.data.reward_fn_key)
         if "num_turns" in scored_batch:
             turns += scored_batch.non_tensor_batch["num_turns"].tolist()
         if dump is not None:
             dumped += dump(scored_batch, rewards.solution_strs)
-    scored = [row for row in rows if not row["failed"]]
-    metrics: dict[str, float] = {"val-aux/failed": float(len(rows) - len(scored))}
+    metrics = score_metrics(rows)
     for name, values in (("num_turns", turns), ("response_length", [row["length"] for row in rows])):
         metrics |= {f"val-aux/{name}/{word}": float(f(values)) for word, f in _SPREAD.items() if values}
     # Whoever sees the accuracy fall must see that responses hit the limit, if they do.
     metrics["val-aux/response_length/clip_ratio"] = sum(row["truncated"] for row in rows) / max(len(rows), 1)
+    return Validation(metrics, rows, dumped)
+
+
+def score_metrics(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Of the rows that have a score, by data source, and how many have none."""
+    scored = [row for row in rows if not row["failed"]]
+    metrics: dict[str, float] = {"val-aux/failed": float(len(rows) - len(scored))}
     for source in dict.fromkeys(row["data_source"] for row in scored):
         metrics |= _source_metrics(source, [row for row in scored if row["data_source"] == source])
-    return Validation(metrics, rows, dumped)
+    return metrics
 
 
 def _source_metrics(source: str, rows: list[dict[str, Any]]) -> dict[str, float]:
@@ -81,7 +87,7 @@ def _source_metrics(source: str, rows: list[dict[str, Any]]) -> dict[str, float]
     return validation_metrics([source] * len(rows), [row["uid"] for row in rows], values, answers)
 
 
-def _scored_rows(batch: DataProto, rewards: RewardResult, source_key: str) -> list[dict[str, Any]]:
+def scored_rows(batch: DataProto, rewards: RewardResult, source_key: str) -> list[dict[str, Any]]:
     """Of a batch with its scores, one row for each answer that was scored."""
     columns, others = batch.tensors, batch.non_tensor_batch
     scores = columns["token_level_scores"].sum(dim=1).tolist()

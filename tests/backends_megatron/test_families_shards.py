@@ -103,8 +103,10 @@ def test_weights_of_another_size_are_refused_by_name() -> None:
 
 
 def test_an_unknown_family_is_refused_with_the_known_ones_and_a_new_one_is_found() -> None:
-    from transformers import GPT2Config
+    from transformers import GPT2Config, LlavaConfig
 
+    with pytest.raises(ValueError, match=r"model_type=llava holds a llama beside"):
+        family_for(LlavaConfig())
     with pytest.raises(ValueError, match=r"model_type=gpt2 .* deepseek_v3, llama, qwen2, qwen3, qwen3_moe"):
         family_for(GPT2Config())
 

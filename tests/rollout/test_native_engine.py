@@ -9,13 +9,23 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, BartConfig, BloomConfig, GemmaConfig, PretrainedConfig
+from transformers import (
+    AutoModelForCausalLM,
+    BartConfig,
+    BloomConfig,
+    FalconConfig,
+    Gemma2Config,
+    GemmaConfig,
+    PretrainedConfig,
+    StableLmConfig,
+)
 
+from dovetail.models.load import build_meta_model
 from dovetail.rollout import GenerationRequest, GenerationResult, SamplingParams, UnsupportedPromptError
 from dovetail.rollout.native.attention import ATTENTION_NAME
 from dovetail.rollout.native.engine import NativeEngine
-from dovetail.rollout.native.model import _check_supported
-from tests.models.tiny import VOCAB_SIZE, tiny_model
+from dovetail.rollout.native.model import _check_supported, refuse_unsupported
+from tests.models.tiny import VOCAB_SIZE, tiny_config, tiny_model
 
 pytestmark = pytest.mark.engine
 
@@ -230,6 +240,22 @@ def test_a_model_that_would_see_other_places_or_tokens_is_refused(config: Pretra
         model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME)
     with pytest.raises(NotImplementedError, match=says):
         _check_supported(model)
+
+
+@pytest.mark.parametrize(
+    ("family", "says"),
+    [
+        (StableLmConfig, "StableLmAttention does not hand keywords"),
+        (FalconConfig, "model_type=falcon has layers that do not take"),
+        (Gemma2Config, "gemma2 has sliding_attention layers"),
+    ],
+)
+def test_a_model_that_the_engine_does_not_compute_is_told_without_weights(
+    family: type[PretrainedConfig], says: str
+) -> None:
+    with pytest.raises(NotImplementedError, match=f"{says}.*rollout.name=vllm"):
+        refuse_unsupported(build_meta_model(family(num_hidden_layers=2)))
+    refuse_unsupported(build_meta_model(tiny_config("qwen3_moe")))
 
 
 def test_a_model_whose_attention_is_its_own_is_refused(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from dovetail.config.root import DovetailConfig
 from dovetail.dashboard.report import write_report
 from dovetail.data.files import write_rows
 from dovetail.observability.run_folder import read_json_lines
+from dovetail.rewards.errors import RewardError
 from dovetail.trainer import fsdp_sft_trainer, main_ppo, sft_trainer, sft_trainer_ray
 from dovetail.trainer.examples import example_lengths
 from dovetail.trainer.method import RunOptions, open_method
@@ -178,6 +179,41 @@ def test_the_command_says_in_one_line_what_is_wrong(
     assert main(["sft", "--local", *arguments]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+def test_samples_are_scored_by_the_reward_function_in_the_numbers_of_rls_validation(toy: Toy, tmp_path: Path) -> None:
+    given = {"data_source": "given", "reward_model": {"ground_truth": "abd"}, "level": 3}
+    write_rows([{**TALKS[10], **given}, {**TALKS[11], **given, "data_source": None}], tmp_path / "val.jsonl")
+    (tmp_path / "score.py").write_text(
+        "def score(response, ground_truth, level):\n"
+        "    return {'score': level + len(response), 'acc': response[:2] == ground_truth[:2]}\n"
+    )
+    run = tmp_path / "run"
+    function = {"custom_reward_function.path": str(tmp_path / "score.py"), "custom_reward_function.name": "score"}
+    changes = {"data.val_files": [str(tmp_path / "val.jsonl"), str(toy.data / "val.jsonl")], **function}
+    with pytest.raises(RewardError, match="level"):  # the rows of the second file have none
+        train(config(toy, run, **changes))
+    assert not run.exists()
+    changes["data.val_files"] = str(tmp_path / "val.jsonl")
+    result, _ = train(config(toy, run, **changes))
+    rows = list(read_json_lines(run / "validation" / "step_6.jsonl"))
+    assert [row["data_source"] for row in rows] == ["given", "custom"]
+    assert [row["ground_truth"] for row in rows] == ["abd", "abd"]
+    assert [row["values"]["reward"] for row in rows] == [3 + len(row["response"]) for row in rows]
+    for row in rows:
+        assert result.validation[f"val-core/{row['data_source']}/acc/mean@1"] == float(row["response"][:2] == "ab")
+    assert result.validation["val-aux/failed"] == 0
+    assert result.validation["val/loss"] > 0
+
+
+def test_without_a_truth_of_its_own_a_sample_is_compared_with_what_the_assistant_wrote(
+    toy: Toy, tmp_path: Path
+) -> None:
+    (tmp_path / "score.py").write_text("def score(response, ground_truth):\n    return float(len(ground_truth))\n")
+    function = {"custom_reward_function.path": str(tmp_path / "score.py"), "custom_reward_function.name": "score"}
+    result, _ = train(config(toy, tmp_path / "run", **function, **{"trainer.total_training_steps": 1}))
+    wrote = [talk["messages"][1]["content"] for talk in TALKS[10:]]
+    assert result.validation["val-core/custom/reward/mean@1"] == sum(map(len, wrote)) / len(wrote)
 
 
 def test_keys_that_only_generation_reads_are_noticed() -> None:

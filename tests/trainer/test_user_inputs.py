@@ -96,7 +96,22 @@ def test_a_model_that_cannot_be_packed_is_refused_before_a_process_starts(toy: T
     keys = {"actor_rollout_ref.model.path": str(save_tiny_model("falcon_h1", tmp_path))}
     with pytest.raises(ModelError, match="set use_remove_padding=False"):
         refuse_broken_models(toy.config(tmp_path, keys))
-    refuse_broken_models(toy.config(tmp_path, {**keys, "actor_rollout_ref.model.use_remove_padding": False}))
+    keys["actor_rollout_ref.model.use_remove_padding"] = False
+    with pytest.raises(ModelError, match=r"falcon_h1 has hybrid layers; the native engine .* rollout.name=vllm"):
+        refuse_broken_models(toy.config(tmp_path, keys))
+    refuse_broken_models(toy.config(tmp_path, keys), generates=False)
+    tunes = {**keys, "trainer.method": "sft", "sft.val_samples": 2, "data.val_files": "val.jsonl"}
+    with pytest.raises(ModelError, match=r"falcon_h1 has hybrid layers.*Or set sft\.val_samples=0"):
+        refuse_broken_models(toy.config(tmp_path, tunes))
+    refuse_broken_models(toy.config(tmp_path, {**tunes, "sft.val_samples": 0}))
+    refuse_broken_models(toy.config(tmp_path, {**keys, "actor_rollout_ref.rollout.name": "vllm"}))
+
+
+def test_a_model_that_megatron_does_not_build_is_refused_before_a_process_starts(toy: Toy, tmp_path: Path) -> None:
+    path = str(save_tiny_model("mixtral", tmp_path))
+    keys = {"actor_rollout_ref.model.path": path, "actor_rollout_ref.actor.strategy": "megatron"}
+    with pytest.raises(ModelError, match=r"model_type=mixtral is not built on Megatron here.*strategy=fsdp2"):
+        refuse_broken_models(toy.config(tmp_path, keys))
 
 
 def test_a_network_whose_module_only_workers_import_is_not_looked_at_before(toy: Toy, tmp_path: Path) -> None:

@@ -194,7 +194,7 @@ def _attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     *,
-    kv_step: KVStep,
+    kv_step: KVStep | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     **_: object,
@@ -203,6 +203,11 @@ def _attention(
         raise NotImplementedError(
             f"{type(module).__name__} uses attention soft-capping or sinks, which the native engine does not compute; "
             "use rollout.name=vllm or sglang for this model."
+        )
+    if kv_step is None:
+        raise NotImplementedError(
+            f"{type(module).__name__} does not hand keywords of the model's call on to attention, by which the native "
+            "engine gives it the cache; use rollout.name=vllm or sglang for this model."
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer = module.layer_idx

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import copy
 import inspect
+import logging
 from pathlib import Path
 from typing import Unpack
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -22,6 +23,8 @@ from dovetail.models.logits import leaves_out_scale
 from dovetail.models.longrope import use_one_set
 from dovetail.rollout.base import ModelArgs
 from dovetail.rollout.native.attention import ATTENTION_NAME
+
+logger = logging.getLogger(__name__)
 
 
 def load_model(
@@ -65,10 +68,7 @@ def share_model(module: nn.Module, dtype: torch.dtype | None) -> PreTrainedModel
             f"dtype={dtype} differs from the shared module's {module.dtype}, and sharing cannot convert; leave dtype "
             "out, or build the engine from a folder and send weights with update_weights."
         )
-    config = copy.deepcopy(module.config)
-    with torch.random.fork_rng(devices=[]), torch.device("meta"):
-        replica = type(module)._from_config(config, attn_implementation=_attention_of(config))
-    _check_supported(replica)
+    replica = empty_model(type(module), module.config)
     replica.generation_config = module.generation_config
     for name, parameter in module.named_parameters(remove_duplicate=False):
         owner, leaf = _owner(replica, name)
@@ -80,6 +80,42 @@ def share_model(module: nn.Module, dtype: torch.dtype | None) -> PreTrainedModel
     if left:
         raise ValueError(f"{type(module).__name__} has no tensor for {left[0]} ({len(left)} in all) to share.")
     return replica.eval()
+
+
+def empty_model(kind: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
+    """On the meta device with our attention; NotImplementedError for a model that the engine does not compute."""
+    config = copy.deepcopy(config)
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        model = kind._from_config(config, attn_implementation=_attention_of(config))
+    _check_supported(model)
+    return model
+
+
+def refuse_unsupported(model: PreTrainedModel) -> None:
+    """NotImplementedError if the engine does not compute a model like this one, which is on the meta device.
+
+    Its layers run without numbers, because attention says only then what it asks for.
+    """
+    if not model._can_set_attn_implementation():
+        raise NotImplementedError(
+            f"model_type={model.config.model_type} has layers that do not take the engine's attention. Use "
+            "rollout.name=vllm or sglang for this model."
+        )
+    replica = empty_model(type(model), model.config)
+    tokens = torch.zeros(1, 2, dtype=torch.long, device="meta")
+    try:
+        replica.base_model(input_ids=tokens, position_ids=tokens, use_cache=False, kv_step=_NoNumbers())
+    except NotImplementedError:
+        raise
+    except Exception as error:  # noqa: BLE001  without numbers a router, say, cannot go on; attention came before it
+        logger.debug("%s ends without numbers: %s", type(model).__name__, error)
+
+
+class _NoNumbers:
+    """A `KVStep` of the meta device."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        return value.new_empty(1, query.shape[2], query.shape[1] * value.shape[3])
 
 
 def num_embeddings(model: PreTrainedModel) -> int:

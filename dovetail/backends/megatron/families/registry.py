@@ -21,7 +21,13 @@ def register_family(family: MegatronFamily) -> MegatronFamily:
 
 def family_for(hf_config: Any) -> MegatronFamily:
     """The family that builds this model; an unknown one is an error that lists those there are."""
-    model_type = hf_config.get_text_config().model_type
+    text = hf_config.get_text_config()
+    model_type = text.model_type
+    if text is not hf_config and model_type in _FAMILIES:
+        raise ValueError(
+            f"model_type={hf_config.model_type} holds a {model_type} beside a part for images or sound, and models of "
+            "text alone are built on Megatron here. Use strategy=fsdp2."
+        )
     if model_type not in _FAMILIES:
         raise ValueError(
             f"model_type={model_type} is not built on Megatron here; there are {', '.join(sorted(_FAMILIES))}. Use "
