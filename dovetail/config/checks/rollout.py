@@ -78,7 +78,7 @@ def _samples(run: Examined) -> Findings:
 
 def _truncation(run: Examined) -> Findings:
     rollout = run.rollout
-    neutral = {"top_p": 1.0, "top_k": max(-1, min(rollout.top_k, 0)), "min_p": 0.0}
+    neutral = {"top_p": 1.0, "top_k": 0 if rollout.top_k == 0 else -1, "min_p": 0.0}
     cut = {name: value for name, value in neutral.items() if getattr(rollout, name) != value}
     if rollout.keep_sampling_mask and not cut:
         yield run.error("<rollout.keep_sampling_mask>, and nothing is cut; use False, or @rollout.top_k=20.")

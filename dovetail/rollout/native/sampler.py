@@ -177,8 +177,8 @@ def cut_to_masks(logits: torch.Tensor, masks: MaskRows) -> torch.Tensor:
     # A token stays while the tokens before it have not yet reached the wanted mass.
     kept = in_top_k & ((sums - weights) < masks.top_p.unsqueeze(-1) * sums[:, -1:])
     kept &= weights >= masks.min_p.unsqueeze(-1)
-    cut = torch.full_like(logits, -torch.inf).scatter_(-1, ids, values.masked_fill(~kept, -torch.inf))
-    logits.copy_(torch.where((masks.top_k > 0).unsqueeze(-1), cut, logits))
+    has_mask = (masks.top_k > 0).unsqueeze(-1)
+    logits.masked_fill_(has_mask.expand_as(logits).scatter(-1, ids, ~kept & has_mask), -torch.inf)
     return torch.where(kept, ids, -1).int()
 
 
