@@ -91,8 +91,8 @@ def _truncation(run: Examined) -> Findings:
         for name, value in cut.items():
             yield run.warning(
                 f"<rollout.{name}> samples from a cut distribution, and log-probs are of the whole one: ratios and "
-                "gradients are biased, and rollout_corr/kl does not show it. Use @rollout.keep_sampling_mask=True and "
-                f"top_k, or {name}={value} and the temperature alone (validation has its own in val_kwargs)."
+                "gradients are biased, and rollout_corr/kl does not show it. Use @rollout.keep_sampling_mask=True with "
+                f"top_k and name=native, or use {name}={value} and temperature alone (val_kwargs is for validation)."
             )
 
 
