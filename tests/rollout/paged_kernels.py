@@ -599,8 +599,8 @@ def test_draws_from_logits_cut_to_masks_are_those_of_the_plain_sampler() -> None
     assert plain_rows.masks is not None
     state = state_of(slots, params)
     expected_logits = logits.clone()
-    expected_sets = cut_to_masks(expected_logits, plain_rows.masks)
-    assert torch.equal(cut_to_masks(logits, state.masks(slots, 50)), expected_sets)
+    expected_sets = cut_to_masks(expected_logits, plain_rows.masks, 50)
+    assert torch.equal(cut_to_masks(logits, state.masks(slots), 50), expected_sets)
     assert torch.equal(logits, expected_logits)
     positions = torch.randint(0, 500, (rows,), device=DEVICE)
     expected_tokens, expected_log_probs = sample(expected_logits.float(), plain_rows, positions + 1)

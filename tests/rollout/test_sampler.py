@@ -219,7 +219,7 @@ def test_rows_that_keep_their_mask_draw_what_rows_without_draw_and_name_what_was
     rows = SamplingRows.build([MASKED, plain] * (count // 2), [7] * count, [0] * count, CPU)
     assert rows.masks is not None
     cut = logits.repeat(count, 1)
-    sets = cut_to_masks(cut, rows.masks)
+    sets = cut_to_masks(cut, rows.masks, rows.mask_width)
     assert torch.equal(cut[1], logits), "the row without a mask is left as it was"
     kept = _exact(logits, MASKED).nonzero().flatten().tolist()
     assert sorted(sets[0][sets[0] >= 0].tolist()) == kept == cut[0].isfinite().nonzero().flatten().tolist()
@@ -235,7 +235,7 @@ def test_a_mask_has_no_more_than_top_k_ids_where_logits_tie() -> None:
     rows = SamplingRows.build([params] * 256, [7] * 256, [0] * 256, CPU)
     assert rows.masks is not None
     logits = torch.tensor([1.0, 5.0, 2.0, 2.0, 2.0, 2.0]).repeat(256, 1)
-    sets = cut_to_masks(logits, rows.masks)
+    sets = cut_to_masks(logits, rows.masks, rows.mask_width)
     assert sets.shape == (256, 3)
     tokens, _ = sample(logits, rows, torch.arange(256))
     assert (sets == tokens.unsqueeze(-1)).any(-1).all()

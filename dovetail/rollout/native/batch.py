@@ -154,8 +154,8 @@ class RunningBatch:
             if self._exact
             else DecodeStep(self.cache, places, [length + 1 for length in lengths], self._spans),
         )
-        masks = self._sampling.masks
-        sets = None if masks is None else cut_to_masks(output.logits[0], masks).cpu().numpy()
+        masks, width = self._sampling.masks, self._sampling.mask_width
+        sets = None if masks is None else cut_to_masks(output.logits[0], masks, width).cpu().numpy()
         logits = output.logits[0].clone() if self._exact else output.logits[0]
         tokens, log_probs = sample(output.logits[0], self._sampling, places + 1)
         if self._exact:

@@ -42,13 +42,12 @@ class Filters(NamedTuple):
 
 class MaskRows(NamedTuple):
     """How rows that keep their sampling mask are filtered, by row or by slot: top-k (int32, 0 for rows that keep none),
-    top-p (float64), min-p (float32), temperature (float32); and the most ids that any of them keeps."""
+    top-p (float64), min-p (float32), temperature (float32)."""
 
     top_k: torch.Tensor
     top_p: torch.Tensor
     min_p: torch.Tensor
     temperature: torch.Tensor
-    width: int
 
 
 _MASK_DTYPES = (torch.int32, torch.float64, torch.float32, torch.float32)
@@ -76,6 +75,7 @@ class SamplingRows:
     processed: torch.Tensor | None
     raw: torch.Tensor | None
     masks: MaskRows | None  # None when no row keeps its mask
+    mask_width: int  # the most ids that any of them keeps
 
     @classmethod
     def build(
@@ -89,6 +89,7 @@ class SamplingRows:
         processed = [p.logprobs == "processed" and p.truncates for p in params]
         raw = [p.logprobs == "raw" for p in params]
         no_top_k = torch.iinfo(torch.int64).max
+        mask_width = max((p.top_k for p in params if p.keep_mask), default=0)
 
         def tensor(values: Sequence[float | int | bool], dtype: torch.dtype) -> torch.Tensor:
             return torch.tensor(values, dtype=dtype, device=device)
@@ -105,12 +106,8 @@ class SamplingRows:
             max_top_k=max((params[row].top_k for row in filtered), default=0),
             processed=tensor(processed, torch.bool) if any(processed) else None,
             raw=tensor(raw, torch.bool) if any(raw) else None,
-            masks=MaskRows(
-                *(tensor(values, dtype) for values, dtype in zip(mask_filters(params), _MASK_DTYPES, strict=True)),
-                max(p.top_k for p in params if p.keep_mask),
-            )
-            if any(p.keep_mask for p in params)
-            else None,
+            masks=MaskRows._make(map(tensor, mask_filters(params), _MASK_DTYPES)) if mask_width else None,
+            mask_width=mask_width,
         )
 
     def log_prob_temperatures(self, num_rows: int, device: torch.device) -> torch.Tensor:
@@ -161,14 +158,14 @@ def sample(logits: torch.Tensor, rows: SamplingRows, positions: torch.Tensor) ->
     return tokens, log_probs.float()
 
 
-def cut_to_masks(logits: torch.Tensor, masks: MaskRows) -> torch.Tensor:
+def cut_to_masks(logits: torch.Tensor, masks: MaskRows, width: int) -> torch.Tensor:
     """Filter the rows that keep their mask: their logits (rows, vocab) become -inf where nothing was kept.
 
     Returns what was kept, int32 (rows, width), filled up with -1. Exactly these ids can be drawn: where more tokens tie
     with the last one than top-k has room for, some of them go. Nothing here depends on values on the host, so that a
     CUDA graph can hold it.
     """
-    width = min(masks.width, logits.shape[-1])
+    width = min(width, logits.shape[-1])
     values, ids = logits.topk(width, dim=-1)
     weights = (values.float() - values[:, :1].float()).div_(masks.temperature.unsqueeze(-1)).exp_()
     places = torch.arange(width, device=logits.device)

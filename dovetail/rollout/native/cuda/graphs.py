@@ -106,7 +106,7 @@ class DecodeSteps:
         if self._out_sets is None:
             return
         rows = slots[part]
-        sets = cut_to_masks(logits, self._state.masks(rows, self._out_sets.shape[-1]))
+        sets = cut_to_masks(logits, self._state.masks(rows), self._out_sets.shape[-1])
         first = part.start or 0
         place = self._out_sets[:, first : first + len(rows), : sets.shape[-1]]
         place.index_copy_(0, self.counter.long(), sets.unsqueeze(0))

@@ -52,7 +52,8 @@ class SlotState:
         no_top_k = torch.full((count,), _NO_TOP_K, dtype=torch.int32, device=device)
         ones = torch.ones(count, dtype=torch.float64, device=device)
         self.filters = Filters(no_top_k, ones, zeros(torch.float32), zeros(torch.int32))
-        self._masks = (zeros(torch.int32), ones.clone(), zeros(torch.float32), torch.ones(count, device=device))
+        warm = torch.ones(count, device=device)
+        self._masks = MaskRows(zeros(torch.int32), ones.clone(), zeros(torch.float32), warm)
         self.stop_ids = torch.full((count, _FIRST_STOPS), -1, dtype=torch.int64, device=device)
         self.table = torch.zeros((count, max_pages), dtype=torch.int32, device=device)
 
@@ -105,10 +106,10 @@ class SlotState:
         for by_slot, values in zip(self._masks, mask_filters(sampling), strict=True):
             by_slot[slots] = upload(values, by_slot.dtype, self.device)
 
-    def masks(self, slots: torch.Tensor, width: int) -> MaskRows:
-        """How these slots are filtered where they keep their masks, of at most `width` ids."""
+    def masks(self, slots: torch.Tensor) -> MaskRows:
+        """How these slots are filtered where they keep their masks."""
         index = slots.long()
-        return MaskRows(*(by_slot[index] for by_slot in self._masks), width)
+        return MaskRows._make(by_slot[index] for by_slot in self._masks)
 
     def set_table(self, entries: Sequence[TableEntry]) -> None:
         if entries:
