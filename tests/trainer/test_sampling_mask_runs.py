@@ -15,7 +15,12 @@ from tests.trainer.toy_run import Toy, train
 R, A = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
 CUT = {f"{R}.keep_sampling_mask": True, f"{R}.top_k": 12, f"{R}.top_p": 0.9, f"{R}.temperature": 0.8}
 KL = {f"{A}.use_kl_loss": True, f"{A}.kl_loss_type": "k3", f"{A}.entropy_coeff": 0.01}
-STREAM = {"async_training.mode": "fully_async", "async_training.record": True, f"{A}.entropy_coeff": 0.01}
+STREAM = {
+    "async_training.mode": "fully_async",
+    f"{A}.ppo_mini_batch_size": 4,
+    "async_training.record": True,
+    f"{A}.entropy_coeff": 0.01,
+}
 
 
 @pytest.mark.e2e
@@ -25,7 +30,7 @@ def test_engine_and_trainer_agree_in_every_step(toy: Toy, tmp_path: Path, change
     assert len(steps) == 3
     for number, step in enumerate(steps):
         assert 0 < step["actor/entropy"] <= math.log(12)
-        if changes is KL or number == 0:  # later batches of the stream are of older weights
+        if changes is KL or number == 0:  # later responses of the stream are of older weights
             assert step["rollout_corr/k3_kl"] < 1e-8
     if changes is KL:
         assert all(0 <= step["actor/kl_loss"] < 1 for step in steps)
