@@ -35,7 +35,7 @@ class Response:
     log_probs: tuple[float, ...] = ()
     weight_versions: tuple[int, ...] = ()
     finish_reason: FinishReason | None = field(default=None)
-    sampling_mask: np.ndarray | None = field(default=None)
+    sampling_mask: np.ndarray | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         lengths = {len(self.token_ids), len(self.sampled), len(self.log_probs), len(self.weight_versions)}

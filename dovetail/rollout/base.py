@@ -148,7 +148,7 @@ class GenerationResult:
     weight_versions: list[int]
     num_prompt_tokens: int | None = None
     """The prompt as the engine read it, where it widens the placeholders of images itself."""
-    sampling_mask: np.ndarray | None = None
+    sampling_mask: np.ndarray | None = field(default=None, compare=False)
     """What each token was chosen from (`protocol.sampling_mask`), where the request asked for it."""
 
 

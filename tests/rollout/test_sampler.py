@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from dovetail.rollout.base import SamplingParams
 from dovetail.rollout.native.noise import exponentials, fold, stream_key
 from dovetail.rollout.native.sampler import SamplingRows, cut_to_masks, raw_log_probs, sample
+from dovetail.rollout.request_rules import check_logprobs
 
 pytestmark = pytest.mark.unit
 
@@ -248,3 +249,8 @@ def test_a_mask_has_no_more_than_top_k_ids_where_logits_tie() -> None:
 def test_a_mask_needs_a_bound_and_log_probs_of_what_it_keeps(setting: dict[str, Any], rule: str) -> None:
     with pytest.raises(ValueError, match=rule):
         replace(MASKED, **setting)
+
+
+def test_engines_that_return_no_masks_refuse_to_be_asked_for_them() -> None:
+    with pytest.raises(ValueError, match=r"this vLLM engine returns no sampling masks; use rollout\.name=native"):
+        check_logprobs(MASKED, "processed", "this vLLM engine")
