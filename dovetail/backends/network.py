@@ -22,6 +22,7 @@ from dovetail.models.transfer import to_device
 from dovetail.models.value import RewardModel, ValueModel
 from dovetail.models.vocabulary_divergence import Teacher
 from dovetail.protocol import DataProto
+from dovetail.protocol.sampling_mask import NOT_KEPT, SAMPLING_MASK, padded_sets
 
 NetworkCall = Callable[[nn.Module, DataProto, DataProto, ForwardOptions], TokenOutput]
 """``call(module, micro_batch, on_device, options)``: the micro-batch on the host, and its copy on the device.
@@ -49,6 +50,7 @@ def _call_policy(
         lists=token_lists(on_device, options),
         need_hidden=options.hidden,
         teacher=teacher_of(on_device, options),
+        kept_ids=to_device(kept_ids(micro_batch), on_device.tensors["input_ids"].device),
     )
     top_ids, top_log_probs = (None, None) if out.top is None else out.top
     return TokenOutput(
@@ -80,6 +82,15 @@ def teacher_of(micro_batch: DataProto, options: ForwardOptions) -> Teacher | Non
     if options.teacher is None:
         return None
     return replace(options.teacher, hidden=_at_tokens(micro_batch, "teacher_hidden"))
+
+
+def kept_ids(micro_batch: DataProto) -> Tensor | None:
+    """`[rows, seq_len, k]`: what each token was sampled from, where the rows have sampling masks."""
+    if SAMPLING_MASK not in micro_batch:
+        return None
+    width, length = micro_batch.tensors["responses"].size(1), micro_batch.tensors["input_ids"].size(1)
+    sets = padded_sets(list(micro_batch.non_tensor_batch[SAMPLING_MASK]), width)
+    return nn.functional.pad(sets, (0, 0, length - width, 0), value=NOT_KEPT)
 
 
 def _at_tokens(micro_batch: DataProto, name: str) -> Tensor:

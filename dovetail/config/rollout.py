@@ -26,7 +26,7 @@ from dovetail.config.fsdp import Dtype, full_dtype
 from dovetail.config.multi_turn import AgentLoopConfig, MultiTurnConfig
 from dovetail.config.names import ENGINES, listed
 
-_ACTOR = "actor_rollout_ref.actor"
+_ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 _SP, _PADDED = "ulysses_sequence_parallel_size", when_is("actor_rollout_ref.model.use_remove_padding", False)
 
 
@@ -234,6 +234,20 @@ class RolloutConfig(SamplingConfig):
         "Log-probs of sampled tokens: under the temperature before top-p / top-k cut anything (what the "
         "trainer recomputes), after the cut, or under temperature 1.",
         reads={"processed": "processed_logprobs", "raw": "raw_logprobs"},
+    )
+    keep_sampling_mask: bool = key(
+        False,
+        "Keep which tokens top_k, top_p and min_p left to choose from, and train the distribution over these, with "
+        "which log-probs, entropy and KL are then taken on both sides. Needs top_k, which bounds what is kept.",
+        rules=(
+            unsupported("only name=native returns the masks", when=_not_native),
+            unsupported(
+                "megatron splits the vocabulary over ranks; use fsdp2", when=when_is(f"{_ACTOR}.strategy", "megatron")
+            ),
+            unsupported("turns of conversations keep no masks", when=when_is(f"{_ROLLOUT}.uses_agents", True)),
+            unsupported("a teacher is compared over the whole vocabulary", when=when_is("distills", True)),
+            unsupported("exact log-probs are over the whole vocabulary", when=when_is(f"{_ROLLOUT}.exact", True)),
+        ),
     )
     scheduling_policy: Literal["fcfs", "priority"] = key("fcfs", "Order in which requests are served.")
     disable_log_stats: bool = key(True, "Silence the engine's own statistics.")

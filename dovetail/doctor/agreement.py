@@ -161,7 +161,8 @@ def _train(policy: WorkerGroup, batch: DataProto, old_log_probs: Tensor) -> floa
     mask = batch.tensors["response_mask"]
     liked = torch.tensor([1.0, -1.0]).repeat(NUM_PROMPTS)[:, None]
     columns = {**batch.tensors, "old_log_probs": old_log_probs, "advantages": liked * mask}
-    update_batch = DataProto.from_dict(columns, meta_info={"temperature": batch.meta_info["temperature"]})
+    facts = {"temperature": batch.meta_info["temperature"]}
+    update_batch = DataProto.from_dict(columns, dict(batch.non_tensor_batch), facts)
     lengths = batch.tensors["attention_mask"].sum(1).tolist()
     update_batch.reorder(arrange_rows(lengths, policy.dp_size("actor"), len(batch)))
     policy.update_actor(update_batch)

@@ -286,6 +286,45 @@ def listed_log_probs(
     return ListedLabels(top, of_ids, torch.cat(overlaps) if overlaps else None)
 
 
+def kept_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    kept: Tensor,
+    *,
+    temperature: float,
+    softcap: float | None = None,
+    chunk_size: int | None = None,
+) -> LogProbs:
+    """Of softmax over the labels `kept` for each row alone, `[N, k]` with -1 after the last.
+
+    A row that lists none has its own label alone, with log-prob 0. Logits of a chunk are computed again in backward.
+    Entropy, the best label and the sum of squares are of `k` numbers a row, so they are always there.
+    """
+
+    def of_chunk(part: Tensor, labels: Tensor, kept: Tensor) -> tuple[Tensor, ...]:
+        logits = chunk_logits(part, weight, bias, softcap=softcap, dtype=dtype)
+        kept = torch.cat([torch.where(kept[:, :1] < 0, labels.unsqueeze(-1), kept[:, :1]), kept[:, 1:]], dim=-1)
+        inside = kept >= 0
+        scores = logits.gather(-1, kept.clamp(min=0)).div(temperature).masked_fill(~inside, -torch.inf)
+        normalizer = scores.logsumexp(-1)
+        log_probs = logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1).div(temperature) - normalizer
+        # 0 and not -inf where nothing is: its product with a probability of 0 is no number.
+        log_p = (scores - normalizer.unsqueeze(-1)).masked_fill(~inside, 0.0)
+        p = log_p.exp() * inside
+        return log_probs, -(p * log_p).sum(-1), (scores.amax(-1) - normalizer), p.detach().square().sum(-1)
+
+    device = hidden.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+    rows = chunk_size or default_chunk_size(weight)
+    with torch.autocast(device, enabled=False):
+        chunks = zip(hidden.split(rows), labels.split(rows), kept.split(rows), strict=True)
+        parts = [checkpoint(of_chunk, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
+    log_probs, entropy, best, squares = map(torch.cat, zip(*parts, strict=True))
+    return LogProbs(log_probs, entropy, best, squares)
+
+
 @torch.no_grad()
 def overlap(listed: Tensor, most_likely: Tensor) -> Tensor:
     """`[N]`: the share of `listed` log-probs that are among the `most_likely`, of which both are `[N, k]`."""

@@ -30,6 +30,7 @@ from dovetail.models.head import (
     TopTokens,
     chunk_rows,
     fused_linear_log_prob,
+    kept_log_probs,
     listed_log_probs,
     plain_log_prob_entropy,
 )
@@ -106,14 +107,29 @@ class PolicyModel(TransformerBackbone):
         lists: TokenLists | None = None,
         need_hidden: bool = False,
         teacher: Teacher | None = None,
+        kept_ids: Tensor | None = None,
         multi_modal_inputs: Mapping[str, Tensor] | None = None,
     ) -> PolicyOutput:
         """`batch`: what `prepare` made, on the device.
 
         The ids of `lists` are `[B, T, k]`, and hidden states of a `teacher` `[B, T, H]`, those of token t in place t.
+        With `kept_ids`, `[B, T, k]` and -1 after the last, token t has been drawn from these alone: its log-prob and
+        all else about its distribution are of what the model says about them.
         """
         states = self.hidden_states(batch, multi_modal_inputs)[batch.states]
-        head = self._head(states, batch.labels, temperature, need_entropy, need_best, need_sum_squares)
+        if kept_ids is None:
+            head = self._head(states, batch.labels, temperature, need_entropy, need_best, need_sum_squares)
+        else:
+            head = kept_log_probs(
+                states, *self._plain_layer(), batch.labels, batch.at_targets(kept_ids),
+                temperature=temperature / self._logit_scale, softcap=self._softcap, chunk_size=self.head_chunk_size,
+            )  # fmt: skip
+            head = LogProbs(
+                head.log_probs,
+                head.entropy if need_entropy else None,
+                head.best if need_best else None,
+                head.sum_squares if need_sum_squares else None,
+            )
         if lists is not None:
             ids = None if lists.ids is None else batch.at_targets(lists.ids)
             head = head._replace(**self._lists(states, lists._replace(ids=ids), temperature)._asdict())
@@ -151,8 +167,9 @@ class PolicyModel(TransformerBackbone):
         layer = checked_layer(self.hf_model.get_output_embeddings())
         if not _is_plain(layer):
             raise ValueError(
-                f"whole distributions are computed from a plain linear head, this model has {type(layer).__name__}; "
-                "keep the head out of the LoRA targets, or use distill.kl=sampled."
+                "whole distributions and those of sampling masks are computed from a plain linear head, this model has "
+                f"{type(layer).__name__}; keep the head out of the LoRA targets, or use distill.kl=sampled and "
+                "rollout.keep_sampling_mask=False."
             )
         return layer.weight, layer.bias
 

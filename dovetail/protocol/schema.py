@@ -17,6 +17,7 @@ import torch
 from dovetail.protocol.columns import missing_keys_message
 from dovetail.protocol.compare import Column, describe_column
 from dovetail.protocol.dataproto import DataProto
+from dovetail.protocol.sampling_mask import SAMPLING_MASK
 
 INT = ("int64", "int32")
 MASK = ("int64", "int32", "int8", "bool")
@@ -97,6 +98,13 @@ _SPECS = (
         INT,
         "generate_sequences",
         "version of the weights that sampled the token, else -1",
+    ),
+    _column(
+        SAMPLING_MASK,
+        ("rows",),
+        OBJECT,
+        "generate_sequences",
+        "int32[2, kept]: places in the response, and the ids that filtering left there (rollout.keep_sampling_mask)",
     ),
     # Rewards.
     _column("rm_scores", RESPONSE, FLOAT, "compute_rm_score", "reward model's score, on the last response token"),
@@ -228,7 +236,7 @@ _STAGES = (
         _TOKENS,
         ("prompts", "responses", "response_mask", *_TOKENS),
         may_read=("raw_prompt_ids", "raw_prompt", "multi_modal_data", "multi_modal_inputs", "uid"),
-        may_write=("rollout_log_probs", "weight_version"),
+        may_write=("rollout_log_probs", "weight_version", SAMPLING_MASK),
     ),
     Stage(
         "reward_baseline", (*_TOKENS, "data_source", "reward_model"), ("reward_baselines",), may_read=("extra_info",)
@@ -245,14 +253,14 @@ _STAGES = (
         "compute_log_prob",
         (*_MODEL, "response_mask"),
         ("old_log_probs", "entropys"),
-        may_read=("multi_modal_inputs",),
+        may_read=("multi_modal_inputs", SAMPLING_MASK),
         may_write=("sum_pi_squared",),
     ),
     Stage(
         "compute_ref_log_prob",
         (*_MODEL, "response_mask"),
         ("ref_log_prob",),
-        may_read=("multi_modal_inputs",),
+        may_read=("multi_modal_inputs", SAMPLING_MASK),
         may_write=_TEACHER,
     ),
     Stage("compute_values", (*_MODEL, "response_mask"), ("values",), may_read=("multi_modal_inputs",)),
@@ -298,6 +306,7 @@ _STAGES = (
             "interpolation_weights",
             "multi_modal_inputs",
             "loss_weight",
+            SAMPLING_MASK,
             *_TEACHER,
         ),
         may_write=("old_log_probs",),

@@ -16,6 +16,7 @@ import torch
 
 from dovetail.protocol import DataProto
 from dovetail.protocol.columns import PAD_TOKEN_ID
+from dovetail.protocol.sampling_mask import SAMPLING_MASK, join_masks, make_mask
 from dovetail.rollout.base import FinishReason, GenerationResult
 
 # Weight version of tokens the engine did not write, and of padding.
@@ -34,6 +35,7 @@ class Response:
     log_probs: tuple[float, ...] = ()
     weight_versions: tuple[int, ...] = ()
     finish_reason: FinishReason | None = field(default=None)
+    sampling_mask: np.ndarray | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         lengths = {len(self.token_ids), len(self.sampled), len(self.log_probs), len(self.weight_versions)}
@@ -47,6 +49,7 @@ class Response:
             self.log_probs + tuple(result.log_probs),
             self.weight_versions + tuple(result.weight_versions),
             result.finish_reason,
+            join_masks(self.sampling_mask, len(self.token_ids), result.sampling_mask),
         )
 
     def with_tokens(self, token_ids: Sequence[int]) -> Response:
@@ -57,6 +60,7 @@ class Response:
             self.log_probs + (0.0,) * len(token_ids),
             self.weight_versions + (NO_VERSION,) * len(token_ids),
             self.finish_reason,
+            self.sampling_mask,
         )
 
 
@@ -73,7 +77,7 @@ def assemble(
     Widths default to the longest row. Numbers are as narrow as is exact: ids and positions int32, masks int8.
 
     Columns: prompts, responses, input_ids, attention_mask, position_ids, response_mask, rollout_log_probs,
-    weight_version, and the numpy column finish_reason.
+    weight_version, and the numpy columns finish_reason and, where responses have masks, sampling_mask.
     """
     if len(prompts) != len(responses):
         raise ValueError(f"{len(prompts)} prompts for {len(responses)} responses; give one prompt per response.")
@@ -97,9 +101,16 @@ def assemble(
             "rollout_log_probs": _padded([r.log_probs for r in rows], response_width, 0.0, np.float32),
             "weight_version": _padded([r.weight_versions for r in rows], response_width, NO_VERSION, np.int32),
         },
-        non_tensors={"finish_reason": [r.finish_reason for r in rows]},
+        non_tensors={"finish_reason": [r.finish_reason for r in rows], **_masks(rows)},
         meta_info={PAD_TOKEN_ID: pad_token_id},
     )
+
+
+def _masks(rows: Sequence[Response]) -> dict[str, list[np.ndarray]]:
+    masks = [row.sampling_mask for row in rows]
+    if all(mask is None for mask in masks):
+        return {}
+    return {SAMPLING_MASK: [make_mask([]) if mask is None else mask for mask in masks]}
 
 
 def _width(what: str, rows: Sequence[Sequence[int]], wanted: int | None) -> int:

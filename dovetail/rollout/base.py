@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Self, TypeAlias, TypedDict, Unpack
 
+import numpy as np
 import torch
 
 from dovetail.config.rollout import RolloutConfig
@@ -77,6 +78,8 @@ class SamplingParams:
     `seed` fixes the random numbers of the request: token number p of sample i depends on (seed, i, p) and the
     distribution only, never on what else is in the batch. Without a seed the engine draws a fresh one.
     `ignore_eos` ignores the model's end-of-sequence tokens; `stop_token_ids` always stop. The stop token is kept.
+    `keep_mask` returns what the filters left to choose from, at most `top_k` tokens: of tokens that tie with the last
+    one, as many as fit.
     """
 
     temperature: float = 1.0
@@ -89,6 +92,7 @@ class SamplingParams:
     ignore_eos: bool = False
     seed: int | None = None
     logprobs: LogprobsMode = "temperature"
+    keep_mask: bool = False
 
     def __post_init__(self) -> None:
         _require(self.temperature >= 0, "temperature", self.temperature, "must be 0 (greedy) or more")
@@ -103,6 +107,10 @@ class SamplingParams:
             self.logprobs,
             "must be 'temperature', 'processed' or 'raw'",
         )
+        if self.keep_mask:
+            _require(not self.greedy, "temperature", self.temperature, "must be more than 0 with keep_mask")
+            _require(self.top_k > 0, "top_k", self.top_k, "must be positive with keep_mask: it bounds the mask")
+            _require(self.logprobs == "processed", "logprobs", self.logprobs, "must be 'processed' with keep_mask")
 
     @property
     def greedy(self) -> bool:
@@ -140,6 +148,8 @@ class GenerationResult:
     weight_versions: list[int]
     num_prompt_tokens: int | None = None
     """The prompt as the engine read it, where it widens the placeholders of images itself."""
+    sampling_mask: np.ndarray | None = field(default=None, compare=False)
+    """What each token was chosen from (`protocol.sampling_mask`), where the request asked for it."""
 
 
 Deliver: TypeAlias = Callable[[GenerationResult | FailedRequest], None]

@@ -26,7 +26,9 @@ def sampling_params(rollout: RolloutConfig, *, n: int, validate: bool, greedy: b
     if greedy or not source.do_sample or source.temperature == 0:
         return replace(kind, temperature=0.0)
     names = ("temperature", "top_p", "top_k", "min_p")
-    return replace(kind, **{name: getattr(source, name) for name in names})
+    kind = replace(kind, **{name: getattr(source, name) for name in names})
+    keeps = rollout.keep_sampling_mask and not validate
+    return replace(kind, keep_mask=True, logprobs="processed") if keeps else kind
 
 
 def check_prompt(request: GenerationRequest, *, max_model_len: int, vocab_size: int) -> None:
@@ -56,6 +58,8 @@ def base_seed(sampling: SamplingParams) -> int:
 
 def check_logprobs(sampling: SamplingParams, given: LogprobsMode, engine: str) -> None:
     """ValueError where a request asks for other log-probs than this engine gives: it has one meaning of them."""
+    if sampling.keep_mask:
+        raise ValueError(f"keep_mask=True: {engine} returns no sampling masks; use rollout.name=native.")
     if _meaning(sampling, sampling.logprobs) != _meaning(sampling, given):
         raise ValueError(
             f"logprobs={sampling.logprobs!r} with temperature={sampling.temperature}, top_k={sampling.top_k}, "

@@ -16,6 +16,7 @@ import numpy as np
 from dovetail.agents.stream import Agents, AgentStream
 from dovetail.config.rollout import RolloutConfig
 from dovetail.protocol import DataProto
+from dovetail.protocol.sampling_mask import SAMPLING_MASK, cut_mask, join_masks
 from dovetail.rollout.assemble import NO_VERSION, assemble
 from dovetail.rollout.base import GenerationRequest, GenerationResult, RolloutEngine
 from dovetail.rollout.open_groups import OpenGroups
@@ -53,6 +54,11 @@ class GroupStream(OpenGroups[_Group, list[GenerationRequest]]):
         With a `snapshot`, go on from what it has of these prompts.
         """
         uids = [str(uid) for uid in prompts.non_tensor_batch["uid"]]
+        if snapshot is not None and (SAMPLING_MASK in snapshot) != self._rollout.keep_sampling_mask:
+            raise ValueError(
+                f"rollout.keep_sampling_mask={self._rollout.keep_sampling_mask}, and the checkpoint's unfinished "
+                "responses were begun with the other value; continue with that, or start from its exported model."
+            )
         known = _results_by_uid(snapshot, set(uids))
         groups: list[_Group] = []
         requests: dict[str, list[GenerationRequest]] = {}
@@ -167,6 +173,7 @@ def _cut(result: GenerationResult, length: int) -> GenerationResult:
         log_probs=result.log_probs[:length],
         weight_versions=result.weight_versions[:length],
         finish_reason="length",
+        sampling_mask=cut_mask(result.sampling_mask, length),
     )
 
 
@@ -191,6 +198,7 @@ def _joined(begun: GenerationResult | None, result: GenerationResult) -> Generat
         log_probs=[*begun.log_probs, *result.log_probs],
         weight_versions=[*begun.weight_versions, *result.weight_versions],
         num_prompt_tokens=None,
+        sampling_mask=join_masks(begun.sampling_mask, len(begun.token_ids), result.sampling_mask),
     )
 
 
@@ -223,5 +231,6 @@ def _results_by_uid(snapshot: DataProto | None, uids: set[str]) -> dict[str, dic
             log_probs=columns["rollout_log_probs"][row, :length].tolist(),
             finish_reason=others["finish_reason"][row],
             weight_versions=columns["weight_version"][row, :length].tolist(),
+            sampling_mask=others[SAMPLING_MASK][row] if SAMPLING_MASK in others else None,
         )
     return results

@@ -12,6 +12,7 @@ from dovetail.models.head import (
     adds_in_product,
     float32_logits,
     fused_linear_log_prob,
+    kept_log_probs,
     plain_log_prob_entropy,
 )
 
@@ -235,3 +236,64 @@ def test_a_product_is_added_also_where_no_single_call_does_both(dtype: torch.dty
     total = torch.full((6, 3), 0.25)
     add_product(total, left, right)
     assert total.equal(0.25 + left.float().t() @ right.float())
+
+
+def _kept_sets(n: int, v: int, labels: torch.Tensor) -> torch.Tensor:
+    """`[n, 6]`: 1 to 6 labels of each row, its own among them at any place, -1 after the last; none in row 2."""
+    generator = torch.Generator().manual_seed(1)
+    kept = torch.full((n, 6), -1)
+    for row in range(n):
+        others = torch.randperm(v, generator=generator)
+        size = row % 6 + 1
+        ids = torch.cat([labels[row : row + 1], others[others != labels[row]][: size - 1]])
+        kept[row, :size] = ids[torch.randperm(size, generator=generator)]
+    kept[2] = -1
+    return kept
+
+
+@pytest.mark.parametrize("chunk_size", [1, 8, None])
+@pytest.mark.parametrize(("softcap", "bias"), [(None, False), (3.0, True)])
+def test_kept_log_probs_equal_a_softmax_over_masked_logits(
+    chunk_size: int | None, softcap: float | None, bias: bool
+) -> None:
+    hidden, weight, b, labels = _inputs(bias=bias)
+    kept = _kept_sets(37, 211, labels)
+    logits = torch.nn.functional.linear(hidden, weight, b)
+    logits = torch.tanh(logits / softcap) * softcap if softcap else logits
+    outside = torch.ones_like(logits, dtype=torch.bool)
+    for row, ids in enumerate(kept):
+        outside[row, ids[ids >= 0]] = False
+    outside[2, labels[2]] = False  # without a set: its own label alone
+    log_p = (logits / 0.6).masked_fill(outside, -1e9).log_softmax(-1)
+    expected = log_p.gather(-1, labels[:, None]).squeeze(-1), -(log_p.exp() * log_p).sum(-1)
+
+    found = kept_log_probs(hidden, weight, b, labels, kept, temperature=0.6, softcap=softcap, chunk_size=chunk_size)
+    torch.testing.assert_close((found.log_probs, found.entropy), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found.best, log_p.amax(-1), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found.sum_squares, log_p.exp().square().sum(-1), atol=1e-5, rtol=1e-5)
+    assert found.log_probs[2] == 0
+    inputs = [t for t in (hidden, weight, b) if t is not None]
+    wanted = torch.autograd.grad(_loss(*expected), inputs)
+    for got, want in zip(torch.autograd.grad(_loss(*found[:2]), inputs), wanted, strict=True):
+        torch.testing.assert_close(got, want, atol=1e-5 * want.abs().max().item(), rtol=1e-5)
+
+
+def test_the_mean_gradient_over_cut_samples_is_that_of_the_expected_reward() -> None:
+    """Five tokens, of which top-k keeps two. Over the whole vocabulary the mean is another, in every component."""
+    hidden = torch.tensor([[0.3, -0.8]])
+    weight = torch.randn(5, 2, generator=torch.Generator().manual_seed(3)).requires_grad_()
+    rewards = torch.tensor([1.0, -0.5, 2.0, 0.3, -1.0])
+    kept = (hidden @ weight.T).topk(2).indices
+    p = (hidden @ weight.T)[0, kept[0]].softmax(-1)
+    expected = torch.autograd.grad((p * rewards[kept[0]]).sum(), weight)[0]
+
+    def mean_gradient(log_probs: torch.Tensor) -> torch.Tensor:
+        """Of REINFORCE, over the two samples that there are, weighed by how often they are drawn."""
+        return torch.autograd.grad((p.detach() * rewards[kept[0]] * log_probs).sum(), weight)[0]
+
+    pair = hidden.expand(2, -1)
+    masked = kept_log_probs(pair, weight, None, kept[0], kept.expand(2, -1), temperature=1.0).log_probs
+    torch.testing.assert_close(masked.exp(), p, atol=1e-6, rtol=0)
+    torch.testing.assert_close(mean_gradient(masked), expected, atol=1e-6, rtol=0)
+    whole = plain_log_prob_entropy(pair @ weight.T, kept[0]).log_probs
+    assert (mean_gradient(whole) - expected).abs().min() > 0.01

@@ -34,7 +34,7 @@ from dovetail.rollout.native.cuda.pages import KVShape, PagePool
 from dovetail.rollout.native.cuda.slots import SlotState
 from dovetail.rollout.native.engine import NativeEngine
 from dovetail.rollout.native.noise import stream_key
-from dovetail.rollout.native.sampler import Filters, SamplingRows, filter_weights, sample
+from dovetail.rollout.native.sampler import Filters, SamplingRows, cut_to_masks, filter_weights, sample
 from tests.models.tiny import run_model, tiny_model
 from tests.rollout import plain_ops as plain
 
@@ -583,3 +583,29 @@ def test_rows_begin_at_their_slots_and_end_by_length_or_stop_token() -> None:
     assert state.last_tokens.tolist() == [20, 21, 12, 23]
     assert state.cached.tolist() == [6, 17, 3, 10]
     assert state.active.tolist() == [1, 0, 0, 0]
+
+
+def test_draws_from_logits_cut_to_masks_are_those_of_the_plain_sampler() -> None:
+    """Most blocks have no finite logit left."""
+    torch.manual_seed(13)
+    vocabulary = 700
+    asked: list[dict[str, Any]] = [{"top_k": 1}, {"top_k": 6}, {"top_k": 50, "top_p": 0.8, "temperature": 0.6}]
+    params = [SamplingParams(**settings, keep_mask=True, logprobs="processed") for settings in asked]
+    params += [SamplingParams(temperature=0.7), SamplingParams(temperature=0.0)]
+    rows = len(params)
+    logits = (randn(rows, vocabulary) * 3).bfloat16()
+    slots = torch.randperm(rows + 2)[:rows].int().to(DEVICE)
+    plain_rows = SamplingRows.build(params, [9] * rows, list(range(rows)), DEVICE)
+    assert plain_rows.masks is not None
+    state = state_of(slots, params)
+    expected_logits = logits.clone()
+    expected_sets = cut_to_masks(expected_logits, plain_rows.masks, 50)
+    assert torch.equal(cut_to_masks(logits, state.masks(slots), 50), expected_sets)
+    assert torch.equal(logits, expected_logits)
+    positions = torch.randint(0, 500, (rows,), device=DEVICE)
+    expected_tokens, expected_log_probs = sample(expected_logits.float(), plain_rows, positions + 1)
+    tokens = torch.full((rows,), -5, dtype=torch.int64, device=DEVICE)
+    log_probs = torch.full((rows,), float("nan"), device=DEVICE)
+    draw(logits, positions, slots, state, tokens, log_probs)
+    assert tokens.tolist() == expected_tokens.tolist()
+    torch.testing.assert_close(log_probs, expected_log_probs, atol=2e-6, rtol=1e-5)

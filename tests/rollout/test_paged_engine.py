@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from dovetail.protocol.sampling_mask import padded_sets
 from dovetail.rollout import EngineError, GenerationRequest, SamplingParams
 from dovetail.rollout.native.cuda import decoder
 from dovetail.rollout.native.cuda.batch import PagedBatch
@@ -43,7 +44,8 @@ SHARED_CLAIMS = [
 
 def paged_engine(model: Any, *, page_size: int = 8, max_num_seqs: int = 4, **options: Any) -> NativeEngine:
     """An engine over small pages, so that sequences cross many of them."""
-    engine = NativeEngine(model, max_num_seqs=max_num_seqs, ops=plain_ops)
+    width = options.get("mask_width", 0)
+    engine = NativeEngine(model, max_num_seqs=max_num_seqs, max_mask_width=width, ops=plain_ops)
     sizes = max_num_seqs, 64, engine._max_model_len
     options = {"page_size": page_size, "ops": plain_ops, **options}
     engine._batch = PagedBatch(engine._model, torch.device("cpu"), *sizes, **options)
@@ -370,3 +372,29 @@ def test_batches_that_need_a_few_more_pages_each_take_new_ones_once() -> None:
         sizes.append(batch._pool.num_pages)
     assert sizes == sorted(sizes)
     assert len(set(sizes)) == 2  # enough for 40 tokens, and half as much again
+
+
+def test_sampling_masks_are_those_of_the_slot_batch_also_beside_rows_without() -> None:
+    model = tiny_model("qwen2")
+    plain = SamplingParams(temperature=0.7, top_p=0.8, top_k=30, max_new_tokens=22, n=2, logprobs="processed")
+    asked = [
+        replace(request, sampling=replace(request.sampling, keep_mask=number % 3 > 0))
+        for number, request in enumerate(requests(prompts(7, seed=5), plain))
+    ]
+    paged = paged_engine(model, mask_width=30).generate(asked)
+    slots = NativeEngine(model).generate(asked)
+    assert tokens(paged) == tokens(slots) == tokens(NativeEngine(model).generate(requests(prompts(7, seed=5), plain)))
+    for a, b, request in zip(paged, slots, [request for request in asked for _ in range(2)], strict=True):
+        assert a.log_probs == pytest.approx(b.log_probs, abs=1e-5)
+        assert (a.sampling_mask is not None) == (b.sampling_mask is not None) == request.sampling.keep_mask
+        if a.sampling_mask is not None and b.sampling_mask is not None:
+            assert a.sampling_mask.tolist() == b.sampling_mask.tolist()
+            sets = padded_sets([a.sampling_mask], len(a.token_ids))[0]
+            assert (sets == torch.tensor(a.token_ids).unsqueeze(-1)).any(-1).all()
+
+
+def test_a_mask_wider_than_its_room_is_refused() -> None:
+    engine = NativeEngine(tiny_model("qwen2"), ops=plain_ops, max_mask_width=8)
+    sampling = SamplingParams(top_k=9, logprobs="processed", keep_mask=True)
+    with pytest.raises(ValueError, match=r"top_k=9 ids a token, .* room for 8; build it with max_mask_width=9"):
+        engine.generate(requests(prompts(1), sampling))

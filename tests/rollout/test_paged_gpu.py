@@ -85,6 +85,24 @@ def test_graphs_change_nothing_and_samples_do_not_depend_on_the_batch(dtype: tor
     assert same == 70 if dtype == torch.float32 else same >= 60
 
 
+def test_graphs_and_eager_steps_give_the_sampling_masks_of_the_slot_batch() -> None:
+    model = cuda_model("qwen2", vocab_size=1 << 15)
+    sampling = SamplingParams(temperature=0.8, top_k=50, top_p=0.9, max_new_tokens=20, logprobs="processed")
+    asked = [
+        replace(request, sampling=replace(request.sampling, keep_mask=number % 3 > 0))
+        for number, request in enumerate(requests(prompts(30, seed=4), sampling))
+    ]
+    expected = NativeEngine(copy.deepcopy(model).cpu()).generate(asked)
+    for eager in (False, True):
+        found = NativeEngine(model, max_num_seqs=30, enforce_eager=eager, max_mask_width=50).generate(asked)
+        assert tokens(found) == tokens(expected)
+        for a, b in zip(found, expected, strict=True):
+            assert a.log_probs == pytest.approx(b.log_probs, abs=1e-4)
+            assert (a.sampling_mask is None) == (b.sampling_mask is None)
+            if a.sampling_mask is not None and b.sampling_mask is not None:
+                assert sorted(a.sampling_mask.T.tolist()) == sorted(b.sampling_mask.T.tolist())
+
+
 def test_graphs_of_many_rows_share_the_memory_of_the_largest() -> None:
     """Which is that of 1,024 rows' logits; graphs with logits of all rows, or captured in growing order, take more."""
     model = cuda_model("qwen2", torch.bfloat16, vocab_size=1 << 17)

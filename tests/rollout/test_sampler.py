@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ from torch.utils._pytree import tree_leaves
 
 from dovetail.rollout.base import SamplingParams
 from dovetail.rollout.native.noise import exponentials, fold, stream_key
-from dovetail.rollout.native.sampler import SamplingRows, raw_log_probs, sample
+from dovetail.rollout.native.sampler import SamplingRows, cut_to_masks, raw_log_probs, sample
+from dovetail.rollout.request_rules import check_logprobs
 
 pytestmark = pytest.mark.unit
 
@@ -206,3 +208,49 @@ def test_noise_is_standard_exponential() -> None:
 def test_impossible_parameters_are_named(wrong: dict, named: str) -> None:
     with pytest.raises(ValueError, match=named):
         SamplingParams(**wrong)
+
+
+MASKED = SamplingParams(temperature=1.3, top_k=5, top_p=0.83, min_p=0.07, logprobs="processed", keep_mask=True)
+
+
+@pytest.mark.parametrize("vocab", [4, 6, 300])
+def test_rows_that_keep_their_mask_draw_what_rows_without_draw_and_name_what_was_kept(vocab: int) -> None:
+    logits, count = _logits(vocab), 64
+    plain = replace(MASKED, keep_mask=False)
+    rows = SamplingRows.build([MASKED, plain] * (count // 2), [7] * count, [0] * count, CPU)
+    assert rows.masks is not None
+    cut = logits.repeat(count, 1)
+    sets = cut_to_masks(cut, rows.masks, rows.mask_width)
+    assert torch.equal(cut[1], logits), "the row without a mask is left as it was"
+    kept = _exact(logits, MASKED).nonzero().flatten().tolist()
+    assert sorted(sets[0][sets[0] >= 0].tolist()) == kept == cut[0].isfinite().nonzero().flatten().tolist()
+    assert (sets[1] == -1).all()
+    tokens, log_probs = sample(cut, rows, torch.arange(count))
+    alone, of_alone = _draw(logits, plain, count)
+    assert torch.equal(tokens, alone)
+    torch.testing.assert_close(log_probs, of_alone, atol=1e-6, rtol=0)
+
+
+def test_a_mask_has_no_more_than_top_k_ids_where_logits_tie() -> None:
+    params = SamplingParams(top_k=3, logprobs="processed", keep_mask=True)
+    rows = SamplingRows.build([params] * 256, [7] * 256, [0] * 256, CPU)
+    assert rows.masks is not None
+    logits = torch.tensor([1.0, 5.0, 2.0, 2.0, 2.0, 2.0]).repeat(256, 1)
+    sets = cut_to_masks(logits, rows.masks, rows.mask_width)
+    assert sets.shape == (256, 3)
+    tokens, _ = sample(logits, rows, torch.arange(256))
+    assert (sets == tokens.unsqueeze(-1)).any(-1).all()
+    assert len(tokens.unique()) == 3
+
+
+@pytest.mark.parametrize(
+    ("setting", "rule"), [({"top_k": -1}, "bounds the mask"), ({"logprobs": "raw"}, "'processed'")]
+)
+def test_a_mask_needs_a_bound_and_log_probs_of_what_it_keeps(setting: dict[str, Any], rule: str) -> None:
+    with pytest.raises(ValueError, match=rule):
+        replace(MASKED, **setting)
+
+
+def test_engines_that_return_no_masks_refuse_to_be_asked_for_them() -> None:
+    with pytest.raises(ValueError, match=r"this vLLM engine returns no sampling masks; use rollout\.name=native"):
+        check_logprobs(MASKED, "processed", "this vLLM engine")

@@ -29,6 +29,7 @@ from tests.workers.tiny_run import (
     run_config,
     small_model,
     with_old_log_probs,
+    with_sampling_masks,
 )
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
@@ -41,6 +42,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "token-sum": {"loss_agg_mode": "token-sum"},
     "seq-mean-token-mean": {"loss_agg_mode": "seq-mean-token-mean", "kl_loss_type": "k2"},
     "seq-mean-token-sum-norm": {"loss_agg_mode": "seq-mean-token-sum-norm"},
+    "sampling masks": {},
 }
 LOSSES: dict[str, dict[str, Any]] = {
     "gspo": {"loss_mode": "gspo"},
@@ -117,8 +119,9 @@ def train(folder: Path, layout: Layout, batch: DataProto) -> BySetting:
     found: BySetting = {}
     for name, setting in settings.items():
         actor = build_actor(folder, layout, setting, like=actor)
+        rows = with_sampling_masks(mine) if name == "sampling masks" else mine
         # Anew each time: far from its old log-probs a policy is clipped everywhere, and nothing would be compared.
-        metrics = actor.update_policy(with_old_log_probs(mine, actor.compute_log_prob(mine)[0]))
+        metrics = actor.update_policy(with_old_log_probs(rows, actor.compute_log_prob(rows)[0]))
         found[name] = Updated(metrics, as_numpy(actor.backend.named_weights()))
     return found
 

@@ -15,6 +15,7 @@ from dovetail.backends.base import RankInfo
 from dovetail.config.root import DovetailConfig
 from dovetail.config.tree import merge, nested
 from dovetail.protocol import DataProto
+from dovetail.protocol.sampling_mask import SAMPLING_MASK, make_mask
 from dovetail.trainer.arrange import arrange_rows
 from tests.models.tiny import save_tiny_model, tiny_config
 
@@ -114,6 +115,19 @@ def with_old_log_probs(batch: DataProto, log_probs: Tensor) -> DataProto:
     columns["old_log_probs"] = log_probs + columns["noise"]
     columns["ref_log_prob"] = log_probs + columns["ref_noise"]
     return DataProto.from_dict(columns, dict(batch.non_tensor_batch), meta_info=dict(batch.meta_info))
+
+
+def with_sampling_masks(batch: DataProto) -> DataProto:
+    """As if each token that was written had been drawn from 1 to 5 ids, its own among them; a row's do not depend on
+    the rows around it."""
+    masks = []
+    for ids, is_written in zip(
+        batch.tensors["responses"].tolist(), batch.tensors["response_mask"].tolist(), strict=True
+    ):
+        sets = [[label, *((label + 7 * step) % 259 for step in range(1, 1 + label % 5))] for label in ids]
+        kept = [own if written else [] for own, written in zip(sets, is_written, strict=True)]
+        masks.append(make_mask([np.array(own, np.int32) for own in kept]))
+    return batch.union(DataProto.from_dict(non_tensors={SAMPLING_MASK: masks}))
 
 
 def my_rows(batch: DataProto, rank_info: RankInfo, mini_batch: int = MINI_BATCH) -> DataProto:

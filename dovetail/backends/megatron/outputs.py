@@ -16,6 +16,7 @@ from dovetail.backends.network import teacher_of, token_lists, wanted_tokens
 from dovetail.models.backbone import predicting_positions
 from dovetail.models.head import TokenLists
 from dovetail.protocol import DataProto
+from dovetail.protocol.sampling_mask import SAMPLING_MASK
 
 _PLAIN = ("log_probs", "entropy", "best", "sum_squares", "overlap", "divergence")
 """Outputs of one number a token."""
@@ -28,6 +29,8 @@ def pipeline_item(model: MegatronModel, micro_batch: DataProto, options: Forward
     batch = pack_thd(columns["input_ids"], mask, model.layout)
     if model.role != "policy":
         return PipelineItem(batch, None)
+    if SAMPLING_MASK in micro_batch:
+        raise ValueError("sampling masks need a head that is whole on a rank; use strategy=fsdp2.")
     if not options.adapters:
         raise ValueError("adapters=False asks for a model with LoRA, which strategy=megatron does not build.")
     wanted = predicting_positions(mask, wanted_tokens(micro_batch, options))

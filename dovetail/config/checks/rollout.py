@@ -66,12 +66,7 @@ def _samples(run: Examined) -> Findings:
     if greedy:
         why = f"makes the {rollout.n} responses to a prompt identical" if rollout.n > 1 else "never explores"
         yield run.error(f"@rollout.{greedy} {why}; use @rollout.do_sample=True and @rollout.temperature=1.0.")
-    for name, neutral in (("top_p", 1.0), ("top_k", -1), ("min_p", 0.0)):
-        if getattr(rollout, name) != neutral and not (name == "top_k" and rollout.top_k == 0):
-            yield run.warning(
-                f"<rollout.{name}> samples from another distribution than the one that is trained; use {neutral} "
-                "(validation has its own in val_kwargs)."
-            )
+    yield from _truncation(run)
     val, key = rollout.val_kwargs, "rollout.val_kwargs"
     if val.n > 1 and (not val.do_sample or val.temperature == 0):
         yield run.warning(
@@ -79,6 +74,26 @@ def _samples(run: Examined) -> Findings:
         )
     elif val.do_sample and val.temperature == 0:
         yield run.warning(f"@{key}.temperature=0 with do_sample=True is greedy; use 1.0 to sample, or do_sample=False.")
+
+
+def _truncation(run: Examined) -> Findings:
+    rollout = run.rollout
+    neutral = {"top_p": 1.0, "top_k": 0 if rollout.top_k == 0 else -1, "min_p": 0.0}
+    cut = {name: value for name, value in neutral.items() if getattr(rollout, name) != value}
+    if rollout.keep_sampling_mask and not cut:
+        yield run.error("<rollout.keep_sampling_mask>, and nothing is cut; use False, or @rollout.top_k=20.")
+    elif rollout.keep_sampling_mask and rollout.top_k < 1:
+        yield run.error(
+            "<rollout.keep_sampling_mask> keeps up to top_k tokens at every place and <rollout.top_k> is no bound; use "
+            "@rollout.top_k=512, which removes little beside what top_p or min_p do."
+        )
+    elif not rollout.keep_sampling_mask:
+        for name, value in cut.items():
+            yield run.warning(
+                f"<rollout.{name}> samples from a cut distribution, and log-probs are of the whole one: ratios and "
+                "gradients are biased, and rollout_corr/kl does not show it. Use @rollout.keep_sampling_mask=True with "
+                f"top_k and name=native, or use {name}={value} and temperature alone (val_kwargs is for validation)."
+            )
 
 
 def _conversations(run: Examined) -> Findings:

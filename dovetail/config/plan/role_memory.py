@@ -110,7 +110,9 @@ def role_memories(
     actor, ref = policy.actor, policy.ref
     roles: dict[str, RoleMemory] = {}
     if "actor" in layouts and shapes.policy is not None:
-        fused, layout = policy.model.use_fused_kernels, layouts["actor"]
+        # Log-probs over sampling masks are computed in chunks, too.
+        fused = policy.model.use_fused_kernels or policy.rollout.keep_sampling_mask
+        layout = layouts["actor"]
         memory = _role_memory(actor, layout, shapes.policy, actor.optim, policy.model)
         compiled = actor.use_torch_compile and device.is_accelerator
         if layout.is_megatron:

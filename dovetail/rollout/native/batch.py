@@ -13,7 +13,7 @@ from dovetail.models.exact import label_log_probs
 from dovetail.rollout.native.attention import DecodeStep, ExactStep, PrefillStep, Segment, plan_spans
 from dovetail.rollout.native.images import prefill_images, prefill_positions
 from dovetail.rollout.native.kv_cache import SlotKVCache
-from dovetail.rollout.native.sampler import SamplingRows, require_finite, sample
+from dovetail.rollout.native.sampler import SamplingRows, cut_to_masks, require_finite, sample
 from dovetail.rollout.native.scheduler import Sample, Scheduler
 
 # Room given to a sequence before its real length is known; short responses never pay for a long limit.
@@ -154,6 +154,8 @@ class RunningBatch:
             if self._exact
             else DecodeStep(self.cache, places, [length + 1 for length in lengths], self._spans),
         )
+        masks, width = self._sampling.masks, self._sampling.mask_width
+        sets = None if masks is None else cut_to_masks(output.logits[0], masks, width).cpu().numpy()
         logits = output.logits[0].clone() if self._exact else output.logits[0]
         tokens, log_probs = sample(output.logits[0], self._sampling, places + 1)
         if self._exact:
@@ -161,9 +163,9 @@ class RunningBatch:
         scores = log_probs.tolist()
         require_finite(scores)
         any_finished = False
-        for row, token, log_prob in zip(rows, tokens.tolist(), scores, strict=True):
+        for index, (row, token, log_prob) in enumerate(zip(rows, tokens.tolist(), scores, strict=True)):
             row.num_cached += 1
-            row.extend([token], [log_prob], version)
+            row.extend([token], [log_prob], version, sets=None if sets is None else sets[index, None])
             any_finished |= row.finish_reason is not None
         self.stats.decode_steps += 1
         self.stats.decode_tokens += len(rows)

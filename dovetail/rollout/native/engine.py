@@ -66,6 +66,7 @@ class NativeEngine(RolloutEngine):
     through the new weights, `keep` goes on with what the old weights computed, and then the log-probs of the tokens
     that follow are not those of any weights. `exact` computes log-probs to the bits of a trainer with `models.exact`,
     `fp32_lm_head` makes logits in float32 of weights in bfloat16.
+    On CUDA a request's sampling mask keeps at most `max_mask_width` ids a token; memory for them is set aside.
     """
 
     name = "native"
@@ -86,6 +87,7 @@ class NativeEngine(RolloutEngine):
         kv_on_update: Literal["recompute", "keep"] = "recompute",
         exact: bool = False,
         fp32_lm_head: bool = False,
+        max_mask_width: int = 0,
         ops: Any = None,
         **model_args: Unpack[ModelArgs],
     ) -> None:
@@ -126,6 +128,7 @@ class NativeEngine(RolloutEngine):
                 use_graphs=not enforce_eager,
                 fuse=not exact,
                 reuse_prefixes=enable_prefix_caching,
+                mask_width=max_mask_width,
                 ops=exact_ops(ops or triton_ops()) if exact else ops,
             )
         elif kv_cache_dtype == "fp8":
@@ -135,6 +138,7 @@ class NativeEngine(RolloutEngine):
             self._batch = RunningBatch(
                 self._model, self._device, max_num_seqs, max_prefill_tokens, max_kept_tokens=kept, exact=exact
             )
+        self._mask_width = max_mask_width if self._paged else None
         self._keeps_cache = kv_on_update == "keep"
         if self._keeps_cache:
             logger.warning(
@@ -165,6 +169,7 @@ class NativeEngine(RolloutEngine):
             kv_on_update=config.kv_on_update,
             exact=config.exact,
             fp32_lm_head=config.fp32_lm_head,
+            max_mask_width=config.top_k if config.keep_sampling_mask else 0,
             **model,
         )
 
@@ -323,6 +328,12 @@ class NativeEngine(RolloutEngine):
             raise UnsupportedPromptError(
                 f"request {request.request_id!r} carries {', '.join(request.multi_modal)}; on CUDA the native engine "
                 "reads token ids only. Use rollout.name=vllm for multimodal prompts."
+            )
+        width, sampling = self._mask_width, request.sampling
+        if sampling.keep_mask and width is not None and sampling.top_k > width:
+            raise ValueError(
+                f"request {request.request_id!r} keeps a sampling mask of up to top_k={sampling.top_k} ids a "
+                f"token, and this engine has room for {width}; build it with max_mask_width={sampling.top_k}."
             )
         if request.multi_modal:
             check_images(self._model, request)

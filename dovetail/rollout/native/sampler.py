@@ -40,6 +40,25 @@ class Filters(NamedTuple):
     processed: torch.Tensor
 
 
+class MaskRows(NamedTuple):
+    """How rows that keep their sampling mask are filtered, by row or by slot: top-k (int32, 0 for rows that keep none),
+    top-p (float64), min-p (float32), temperature (float32)."""
+
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+    temperature: torch.Tensor
+
+
+_MASK_DTYPES = (torch.int32, torch.float64, torch.float32, torch.float32)
+
+
+def mask_filters(params: Sequence[SamplingParams]) -> list[tuple[float, ...]]:
+    """The four columns of `MaskRows`."""
+    rows = [(p.top_k, p.top_p, p.min_p, p.temperature) if p.keep_mask else (0, 1.0, 0.0, 1.0) for p in params]
+    return list(zip(*rows, strict=True))
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
     """Sampling parameters of the rows of one batch, on the device. Rebuilt only when rows come or go."""
@@ -55,6 +74,8 @@ class SamplingRows:
     max_top_k: int
     processed: torch.Tensor | None
     raw: torch.Tensor | None
+    masks: MaskRows | None  # None when no row keeps its mask
+    mask_width: int  # the most ids that any of them keeps
 
     @classmethod
     def build(
@@ -62,11 +83,13 @@ class SamplingRows:
     ) -> SamplingRows:
         temperature = [1.0 if p.greedy else p.temperature for p in params]
         greedy = [p.greedy for p in params]
-        filtered = [row for row, p in enumerate(params) if p.truncates]
+        # Rows that keep their mask are filtered before (`cut_to_masks`).
+        filtered = [row for row, p in enumerate(params) if p.truncates and not p.keep_mask]
         keys = [stream_key(seed, index) for seed, index in zip(seeds, sample_indices, strict=True)]
         processed = [p.logprobs == "processed" and p.truncates for p in params]
         raw = [p.logprobs == "raw" for p in params]
         no_top_k = torch.iinfo(torch.int64).max
+        mask_width = max((p.top_k for p in params if p.keep_mask), default=0)
 
         def tensor(values: Sequence[float | int | bool], dtype: torch.dtype) -> torch.Tensor:
             return torch.tensor(values, dtype=dtype, device=device)
@@ -83,6 +106,8 @@ class SamplingRows:
             max_top_k=max((params[row].top_k for row in filtered), default=0),
             processed=tensor(processed, torch.bool) if any(processed) else None,
             raw=tensor(raw, torch.bool) if any(raw) else None,
+            masks=MaskRows._make(map(tensor, mask_filters(params), _MASK_DTYPES)) if mask_width else None,
+            mask_width=mask_width,
         )
 
     def log_prob_temperatures(self, num_rows: int, device: torch.device) -> torch.Tensor:
@@ -131,6 +156,27 @@ def sample(logits: torch.Tensor, rows: SamplingRows, positions: torch.Tensor) ->
     if rows.raw is not None and raw is not None:
         log_probs = torch.where(rows.raw, raw_log_probs(raw, tokens).double(), log_probs)
     return tokens, log_probs.float()
+
+
+def cut_to_masks(logits: torch.Tensor, masks: MaskRows, width: int) -> torch.Tensor:
+    """Filter the rows that keep their mask: their logits (rows, vocab) become -inf where nothing was kept.
+
+    Returns what was kept, int32 (rows, width), filled up with -1. Exactly these ids can be drawn: where more tokens tie
+    with the last one than top-k has room for, some of them go. Nothing here depends on values on the host, so that a
+    CUDA graph can hold it.
+    """
+    width = min(width, logits.shape[-1])
+    values, ids = logits.topk(width, dim=-1)
+    weights = (values.float() - values[:, :1].float()).div_(masks.temperature.unsqueeze(-1)).exp_()
+    places = torch.arange(width, device=logits.device)
+    in_top_k = places < masks.top_k.unsqueeze(-1)
+    sums = weights.double().mul_(in_top_k).cumsum_(dim=-1)
+    # A token stays while the tokens before it have not yet reached the wanted mass.
+    kept = in_top_k & ((sums - weights) < masks.top_p.unsqueeze(-1) * sums[:, -1:])
+    kept &= weights >= masks.min_p.unsqueeze(-1)
+    has_mask = (masks.top_k > 0).unsqueeze(-1)
+    logits.masked_fill_(has_mask.expand_as(logits).scatter(-1, ids, ~kept & has_mask), -torch.inf)
+    return torch.where(kept, ids, -1).int()
 
 
 def raw_log_probs(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from itertools import islice
 
+import numpy as np
 import torch
 
 from dovetail.rollout.base import FinishReason
@@ -57,7 +58,12 @@ class Sample(GrowingResponse):
         return len(self.sequence) - 1
 
     def extend(
-        self, token_ids: list[int], log_probs: list[float], version: int, finish_reason: FinishReason | None = None
+        self,
+        token_ids: list[int],
+        log_probs: list[float],
+        version: int,
+        finish_reason: FinishReason | None = None,
+        sets: np.ndarray | None = None,
     ) -> None:
         """Add tokens, of which only the last may end the response."""
         if token_ids[-1] in self.stop_ids:
@@ -65,7 +71,7 @@ class Sample(GrowingResponse):
         elif len(self.sequence) + len(token_ids) >= self.max_length:
             finish_reason = "length"
         # super() fails in a class with generated slots
-        GrowingResponse.extend(self, token_ids, log_probs, version, finish_reason)
+        GrowingResponse.extend(self, token_ids, log_probs, version, finish_reason, sets)
 
 
 class Scheduler:

@@ -223,7 +223,9 @@ WRONG = [
     error(f"{R}.tensor_model_parallel_size=3", says=("=3", "8 devices", "use 2")),
     error(f"{R}.tensor_model_parallel_size=8", says=("=8", "28 attention heads", "use 4")),
     error(f"{R}.temperature=0", says=("=0", "identical", "temperature=1.0")),
-    warning(f"{R}.top_p=0.9", says=("=0.9", "distribution", "use 1.0")),
+    warning(f"{R}.top_p=0.9", says=("=0.9", "biased", "keep_sampling_mask=True", "use top_p=1.0")),
+    error(f"{R}.keep_sampling_mask=True", f"{R}.name=native", says=("nothing is cut", "use False", "top_k=20")),
+    error(f"{R}.keep_sampling_mask=True", f"{R}.name=native", f"{R}.top_p=0.9", says=("top_k=-1", "use", "top_k=512")),
     warning(f"{R}.val_kwargs.n=4", says=("=4", "identical", "do_sample=True")),
     error("actor_rollout_ref.hybrid_engine=False", at=f"{R}.nnodes", says=("=0", "own devices", "nnodes=1")),
     warning(

@@ -11,9 +11,11 @@ from collections.abc import Collection, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from dovetail.protocol.sampling_mask import NOT_KEPT
 from dovetail.rollout.base import EngineError
 from dovetail.rollout.native.batch import BatchStats
 from dovetail.rollout.native.cuda.decoder import build_decoder, can_be_captured
@@ -47,6 +49,7 @@ class PagedBatch:
     """The same interface as `RunningBatch`. `memory_share` bounds the pages by a share of the device's memory,
     `max_pages` by number. `fuse=False` runs every model through its own forward. `reuse_prefixes` keeps the pages of
     what has left, for prompts that begin with the same tokens.
+    Sampling masks have at most `mask_width` ids a token.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class PagedBatch:
         page_size: int = 64,
         max_pages: int | None = None,
         reuse_prefixes: bool = True,
+        mask_width: int = 0,
         ops: Ops | None = None,
     ) -> None:
         self.stats = BatchStats()
@@ -83,6 +87,9 @@ class PagedBatch:
         self._state = SlotState(max_num_seqs, shape.pages_for(max_model_len), device)
         self._tokens = Readback(_LAUNCHES, (_STEPS, max_num_seqs), torch.int64, device)
         self._log_probs = Readback(_LAUNCHES, (_STEPS, max_num_seqs), torch.float32, device)
+        # -1: what is not written was not kept.
+        size = (_STEPS, max_num_seqs, mask_width)
+        self._sets = Readback(_LAUNCHES, size, torch.int32, device, fill=NOT_KEPT) if mask_width else None
         self._steps = DecodeSteps(
             self._decoder,
             self._pool,
@@ -90,6 +97,7 @@ class PagedBatch:
             self._tokens.device.flatten(0, 1),
             self._log_probs.device.flatten(0, 1),
             self._ops,
+            out_sets=None if self._sets is None else self._sets.device.flatten(0, 1),
             use_graphs=use_graphs and device.type == "cuda" and can_be_captured(model),
         )
         self._launches: deque[_Launch] = deque()
@@ -264,6 +272,8 @@ class PagedBatch:
             self._steps.run(size, filters=self._filters, raw=self._raw)
         self._tokens.send(index)
         self._log_probs.send(index)
+        if self._sets is not None:
+            self._sets.send(index)
         for row in rows:
             row.num_cached += min(num_steps, row.steps_left)
         self._num_launches += 1
@@ -310,30 +320,34 @@ class PagedBatch:
         padding = size - len(rows)
         self._steps.slots[:size] = upload(slots + [self._state.idle_slot] * padding, torch.int32, self._device)
         sampling = [row.sample.request.sampling for row in rows]
-        self._filters = any(params.truncates for params in sampling)
+        self._filters = any(params.truncates and not params.keep_mask for params in sampling)
         self._raw = any(map(needs_raw_log_probs, sampling))
 
     def _book(self) -> None:
         launch = self._launches.popleft()
         tokens = self._tokens.read(launch.index)[: launch.num_steps, : len(launch.rows)].T.tolist()
         log_probs = self._log_probs.read(launch.index)[: launch.num_steps, : len(launch.rows)].T.tolist()
+        sets = None if self._sets is None else self._sets.read(launch.index)
         try:
-            for row, row_tokens, row_log_probs in zip(launch.rows, tokens, log_probs, strict=True):
+            for index, (row, row_tokens, row_log_probs) in enumerate(zip(launch.rows, tokens, log_probs, strict=True)):
                 if row.sample.finish_reason is None:
-                    self._book_row(row, row_tokens, row_log_probs, launch.version)
+                    row_sets = None if sets is None else sets[:, index]
+                    self._book_row(row, row_tokens, row_log_probs, row_sets, launch.version)
         except EngineError:
             # The device is ahead of what was booked: start again from the tokens that the host has.
             self._launches.clear()
             self.forget_cache()
             raise
 
-    def _book_row(self, row: Row, tokens: list[int], log_probs: list[float], version: int) -> None:
+    def _book_row(
+        self, row: Row, tokens: list[int], log_probs: list[float], sets: np.ndarray | None, version: int
+    ) -> None:
         ended = tokens[-1] < 0
         if ended:
             last = next(i for i, token in enumerate(tokens) if token < 0)
             tokens, log_probs = [*tokens[:last], -2 - tokens[last]], log_probs[: last + 1]
         require_finite(log_probs)
-        row.sample.extend(tokens, log_probs, version)
+        row.sample.extend(tokens, log_probs, version, sets=None if sets is None else sets[: len(tokens)])
         self.stats.decode_tokens += len(tokens)
         if ended:
             assert row.sample.finish_reason is not None, "device and host agree on what ends a sequence"

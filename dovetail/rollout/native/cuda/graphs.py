@@ -17,7 +17,7 @@ from dovetail.rollout.native.cuda.kernels.ops import Ops
 from dovetail.rollout.native.cuda.paged_step import PagedDecode
 from dovetail.rollout.native.cuda.pages import PagePool
 from dovetail.rollout.native.cuda.slots import SlotState
-from dovetail.rollout.native.sampler import raw_log_probs
+from dovetail.rollout.native.sampler import cut_to_masks, raw_log_probs
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,8 @@ def batch_sizes(max_rows: int) -> list[int]:
 
 
 class DecodeSteps:
-    """Runs steps over the slots of `state`; results go to row `counter` of `out_tokens` and `out_log_probs`."""
+    """Runs steps over the slots of `state`; results go to row `counter` of `out_tokens`, `out_log_probs` and, where
+    there is room for sampling masks, `out_sets` (steps, rows, width)."""
 
     def __init__(
         self,
@@ -44,9 +45,11 @@ class DecodeSteps:
         out_log_probs: torch.Tensor,
         ops: Ops,
         *,
+        out_sets: torch.Tensor | None = None,
         use_graphs: bool,
     ) -> None:
         max_rows = out_tokens.shape[-1]
+        self._out_sets = out_sets
         self._decoder, self._pool, self._state = decoder, pool, state
         self._out_tokens, self._out_log_probs = out_tokens, out_log_probs
         self._use_graphs = use_graphs
@@ -92,10 +95,21 @@ class DecodeSteps:
         step = PagedDecode(self._pool, state.table, slots, lengths, targets, self._splits(size), self._locks, self._ops)
         drawn, log_probs = self._tokens[:size], self._log_probs[:size]
         for part, logits in self._decoder.logits(tokens, positions, step):
+            self._cut(logits, slots, part)
             self._draw(logits, positions[part], slots[part], drawn[part], log_probs[part], filters=filters, raw=raw)
             del logits  # before there are the next
         self._ops.end_rows(slots, drawn, log_probs, state, self.counter, self._out_tokens, self._out_log_probs)
         self.counter += 1
+
+    def _cut(self, logits: torch.Tensor, slots: torch.Tensor, part: slice) -> None:
+        """Filter the rows of this part that keep their sampling masks."""
+        if self._out_sets is None:
+            return
+        rows = slots[part]
+        sets = cut_to_masks(logits, self._state.masks(rows), self._out_sets.shape[-1])
+        first = part.start or 0
+        place = self._out_sets[:, first : first + len(rows), : sets.shape[-1]]
+        place.index_copy_(0, self.counter.long(), sets.unsqueeze(0))
 
     def _draw(
         self, logits: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, drawn: torch.Tensor,

@@ -13,7 +13,7 @@ import torch
 from dovetail.rollout.base import SamplingParams
 from dovetail.rollout.native.cuda.transfer import upload
 from dovetail.rollout.native.noise import stream_key
-from dovetail.rollout.native.sampler import Filters
+from dovetail.rollout.native.sampler import Filters, MaskRows, mask_filters
 from dovetail.rollout.native.scheduler import Sample
 
 _FIRST_STOPS = 8
@@ -52,6 +52,8 @@ class SlotState:
         no_top_k = torch.full((count,), _NO_TOP_K, dtype=torch.int32, device=device)
         ones = torch.ones(count, dtype=torch.float64, device=device)
         self.filters = Filters(no_top_k, ones, zeros(torch.float32), zeros(torch.int32))
+        warm = torch.ones(count, device=device)
+        self._masks = MaskRows(zeros(torch.int32), ones.clone(), zeros(torch.float32), warm)
         self.stop_ids = torch.full((count, _FIRST_STOPS), -1, dtype=torch.int64, device=device)
         self.table = torch.zeros((count, max_pages), dtype=torch.int32, device=device)
 
@@ -95,12 +97,19 @@ class SlotState:
     def _set_filters(self, slots: torch.Tensor, sampling: Sequence[SamplingParams]) -> None:
         rows = [
             (p.top_k if p.top_k > 0 else _NO_TOP_K, p.top_p, p.min_p, p.truncates and p.logprobs == "processed")
-            if p.truncates
+            if p.truncates and not p.keep_mask
             else (_NO_TOP_K, 1.0, 0.0, False)
             for p in sampling
         ]
         for by_slot, values in zip(self.filters, zip(*rows, strict=True), strict=True):
             by_slot[slots] = upload(values, by_slot.dtype, self.device)
+        for by_slot, values in zip(self._masks, mask_filters(sampling), strict=True):
+            by_slot[slots] = upload(values, by_slot.dtype, self.device)
+
+    def masks(self, slots: torch.Tensor) -> MaskRows:
+        """How these slots are filtered where they keep their masks."""
+        index = slots.long()
+        return MaskRows._make(by_slot[index] for by_slot in self._masks)
 
     def set_table(self, entries: Sequence[TableEntry]) -> None:
         if entries:

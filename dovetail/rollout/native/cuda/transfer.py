@@ -20,9 +20,11 @@ def upload(values: Any, dtype: torch.dtype, device: torch.device) -> torch.Tenso
 class Readback:
     """A device buffer of `depth` slices, each copied to the host on its own and read when its copy is done."""
 
-    def __init__(self, depth: int, size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, depth: int, size: tuple[int, ...], dtype: torch.dtype, device: torch.device, fill: int = 0
+    ) -> None:
         self._on_cuda = device.type == "cuda"
-        self.device = torch.zeros((depth, *size), dtype=dtype, device=device)
+        self.device = torch.full((depth, *size), fill, dtype=dtype, device=device)
         self._host = torch.zeros((depth, *size), dtype=dtype, pin_memory=True) if self._on_cuda else self.device
         self._events = [torch.cuda.Event() for _ in range(depth)] if self._on_cuda else []
 
