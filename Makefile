@@ -115,7 +115,7 @@ check: setup     ## style, layers, types, generated docs, the site without a war
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/pyrefly check --summarize-errors
-	$(BIN)/python -m dovetail.config.document --check docs/configuration.md
+	$(BIN)/python tools/configuration_page.py --check docs/configuration.md
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 format: setup    ## rewrite the code in the house format
@@ -123,7 +123,7 @@ format: setup    ## rewrite the code in the house format
 	$(BIN)/ruff format .
 
 docs: setup      ## regenerate docs/configuration.md and the table of models, build the site into build/site
-	$(BIN)/python -m dovetail.config.document docs/configuration.md
+	$(BIN)/python tools/configuration_page.py docs/configuration.md
 	$(BIN)/python -m tools.model_table docs/guide/models.md
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 

@@ -7,13 +7,14 @@ import logging
 from typing import Any
 
 from dovetail.agents.calls import CallSettings
-from dovetail.agents.chat import RESPONSE_CASE, RESULT_CASE, ChatRenderer, ChatTemplateError, TemplateAudit
+from dovetail.agents.chat import ChatRenderer, ChatTemplateError
 from dovetail.agents.environments import Environment
 from dovetail.agents.loops import agent_loop, find_object, load_loops
 from dovetail.agents.parsers import find_parser, turn_parser
 from dovetail.agents.session import SessionSettings
 from dovetail.agents.stops import run_stop_ids
 from dovetail.agents.stream import Agents
+from dovetail.agents.template_audit import RESPONSE_CASE, RESULT_CASE, TemplateAudit
 from dovetail.agents.tools.classes import ClassToolbox
 from dovetail.agents.tools.functions import FunctionToolbox
 from dovetail.agents.tools.load import load_functions, load_toolbox

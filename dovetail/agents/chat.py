@@ -12,10 +12,23 @@ import json
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
+from dovetail.agents.template_audit import (
+    PROBES,
+    TOOL,
+    AuditCase,
+    Property,
+    Rewrite,
+    TemplateAudit,
+    audited_conversations,
+    model_calls,
+    model_says,
+    tool_says,
+    user_says,
+)
 from dovetail.agents.thinking import (
     THINKING_TAG,
     LostThinkingError,
@@ -28,34 +41,12 @@ from dovetail.agents.thinking import (
 from dovetail.agents.types import Message
 from dovetail.data.encode import reads_parts_alone, with_parts
 
-Property = Literal["prefix", "generation_prompt", "independence", "closing", "boundary", "accepted"]
-MEANING: dict[Property, str] = {
-    "prefix": "what is already written stays as it is when a message is added",
-    "generation_prompt": "what stands before an answer is the same while it is asked for and in the history",
-    "independence": "the history shows the answer as it was sampled, its thinking and its calls included",
-    "closing": "a special token ends an answer, the one that the model writes itself",
-    "boundary": "that token is one id, so text before it and text after it are encoded apart",
-    "accepted": "the template takes this kind of conversation",
-}
 # A noncharacter, which no text should hold: stands in rendered text where an encoding has to be cut.
 CUT = "\ufdd0"
-_PROBES = ("zebra", "quartz")
-_PARAMETERS = {"type": "object", "properties": {"word": {"type": "string"}}, "required": ["word"]}
-_TOOL = {"type": "function", "function": {"name": "look_up", "description": "Look up.", "parameters": _PARAMETERS}}
-RESPONSE_CASE, RESULT_CASE = "a user's message after an answer", "a result after a call"
-"""Names of cases without which neither an environment nor a tool is of use."""
 
 
 class ChatTemplateError(ValueError):
     """The tokenizer's chat template refuses a conversation."""
-
-
-@dataclass(frozen=True, slots=True)
-class Rewrite:
-    """Why a conversation cannot be continued by appending."""
-
-    property: Property
-    example: str
 
 
 class Tail(NamedTuple):
@@ -75,45 +66,6 @@ class Rendered:
     tools: Sequence[Mapping[str, Any]] | None = None
     prepared: list[Message] = field(default_factory=list)
     text: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class AuditCase:
-    """One kind of conversation, and what keeps it from being append-only (None: nothing does)."""
-
-    name: str
-    rewrite: Rewrite | None
-
-
-@dataclass(frozen=True, slots=True)
-class TemplateAudit:
-    """What the chat template does with the usual conversations."""
-
-    cases: tuple[AuditCase, ...]
-    stop_tokens: tuple[str, ...]
-    """What ends an answer, the call of a tool included."""
-    shows_tools: bool
-    """The schemas of tools reach the prompt."""
-    writes_calls: bool
-    """Calls in the history are written by the template; else the renderer writes them as hermes would."""
-
-    @property
-    def append_only(self) -> bool:
-        """No kind of conversation is rewritten."""
-        return all(case.rewrite is None for case in self.cases)
-
-    def to_dict(self) -> dict[str, Any]:
-        """For a file of the run."""
-        return {"append_only": self.append_only, **asdict(self)}
-
-    @property
-    def refused(self) -> dict[str, str]:
-        """The kinds of conversations that the template does not take, and what it says."""
-        return {case.name: case.rewrite.example for case in self.failures("accepted") if case.rewrite is not None}
-
-    def failures(self, name: Property) -> tuple[AuditCase, ...]:
-        """The cases that break this property."""
-        return tuple(case for case in self.cases if case.rewrite is not None and case.rewrite.property == name)
 
 
 class ChatRenderer:
@@ -143,8 +95,8 @@ class ChatRenderer:
         self._writes_calls = True
         self._reads_parts = reads_parts_alone(tokenizer, template_kwargs)
         try:
-            text = self._render([_user("hi"), _calling("hi", _PROBES[0])], None, generation=False)
-            self._writes_calls = _PROBES[0] in text
+            text = self._render([user_says("hi"), model_calls("hi", PROBES[0])], None, generation=False)
+            self._writes_calls = PROBES[0] in text
         except ChatTemplateError:
             self._writes_calls = False
         self._stops = self._find_stops()
@@ -222,9 +174,9 @@ class ChatRenderer:
             rest = written_after(prompt, full, answer)
             if rest is None:
                 # A template that rewrites earlier messages still writes this one as it would after any question.
-                question = self._prompt([_user("hi")], tools)
+                question = self._prompt([user_says("hi")], tools)
                 if question.generation == prompt.generation:
-                    again = self._render_prepared([_user("hi"), answer], tools, generation=False)
+                    again = self._render_prepared([user_says("hi"), answer], tools, generation=False)
                     rest = written_after(question, again, answer)
         except LostThinkingError as error:
             raise ChatTemplateError(str(error)) from error
@@ -270,10 +222,12 @@ class ChatRenderer:
     def audit(self) -> TemplateAudit:
         """What the template does with the usual conversations."""
         try:
-            shows_tools = _TOOL["function"]["name"] in self._render([_user("hi")], [_TOOL], generation=True)
+            shows_tools = TOOL["function"]["name"] in self._render([user_says("hi")], [TOOL], generation=True)
         except ChatTemplateError:
             shows_tools = False
-        cases = tuple(AuditCase(name, self._audited(conversations)) for name, conversations in _cases().items())
+        cases = tuple(
+            AuditCase(name, self._audited(conversations)) for name, conversations in audited_conversations().items()
+        )
         return TemplateAudit(cases, self._stops, shows_tools, self._writes_calls)
 
     def _audited(self, conversations: Sequence[tuple[list[Message], list[Message]]]) -> Rewrite | None:
@@ -281,7 +235,7 @@ class ChatRenderer:
         tails = []
         for messages, new in conversations:
             has_calls = any("tool_calls" in message for message in messages)
-            tools = self.tools or ([_TOOL] if has_calls else None)
+            tools = self.tools or ([TOOL] if has_calls else None)
             try:
                 tail = self._tail(messages, new, tools, Rendered())
                 before = self._render(messages, tools, generation=False)
@@ -342,15 +296,18 @@ class ChatRenderer:
         """The special tokens that end an answer: with text, and with calls."""
         between = self._between_calls()
         stops: list[str] = []
-        for answer, reply in ((_answer(_PROBES[0]), _user("hi")), (_calling("", _PROBES[0]), _result("hi"))):
+        for answer, reply in (
+            (model_says(PROBES[0]), user_says("hi")),
+            (model_calls("", PROBES[0]), tool_says("hi")),
+        ):
             try:
-                last = self._render([_user("hi"), answer], None, generation=False)
-                followed = self._render([_user("hi"), answer, reply], None, generation=True)
+                last = self._render([user_says("hi"), answer], None, generation=False)
+                followed = self._render([user_says("hi"), answer, reply], None, generation=True)
             except ChatTemplateError:
                 continue
-            if _PROBES[0] not in last or _PROBES[0] not in followed:
+            if PROBES[0] not in last or PROBES[0] not in followed:
                 continue
-            tails = [text.rpartition(_PROBES[0])[2] for text in (last, followed)]
+            tails = [text.rpartition(PROBES[0])[2] for text in (last, followed)]
             shared, in_last, in_followed = (
                 [token for token in self._special.findall(text) if token not in between]
                 for text in (_common_prefix(*tails), *tails)
@@ -363,10 +320,10 @@ class ChatRenderer:
     def _between_calls(self) -> set[str]:
         """Special tokens that end or begin one call of several: they do not end an answer."""
         try:
-            text = self._render([_user("hi"), _calling("", *_PROBES)], None, generation=False)
+            text = self._render([user_says("hi"), model_calls("", *PROBES)], None, generation=False)
         except ChatTemplateError:
             return set()
-        between, second, _ = text.partition(_PROBES[0])[2].partition(_PROBES[1])
+        between, second, _ = text.partition(PROBES[0])[2].partition(PROBES[1])
         return set(self._special.findall(between)) if second else set()  # gpt-oss writes one call only
 
     def _render(
@@ -425,43 +382,6 @@ class ChatRenderer:
             message = with_parts(message)
         pattern = self._cut_special if is_answer else self._cut_markup
         return {key: _cut(value, pattern) if key != "role" else value for key, value in message.items()}
-
-
-def _user(text: str) -> Message:
-    return {"role": "user", "content": text}
-
-
-def _answer(text: str) -> Message:
-    return {"role": "assistant", "content": text}
-
-
-def _calling(text: str, *values: str) -> Message:
-    calls = [
-        {"id": f"call{i:05d}", "type": "function", "function": {"name": "look_up", "arguments": {"word": value}}}
-        for i, value in enumerate(values)
-    ]
-    return {"role": "assistant", "content": text, "tool_calls": calls}
-
-
-def _result(text: str, index: int = 0) -> Message:
-    return {"role": "tool", "name": "look_up", "tool_call_id": f"call{index:05d}", "content": text}
-
-
-def _cases() -> dict[str, list[tuple[list[Message], list[Message]]]]:
-    """Conversations and what is added to them; those of one name differ in the answer alone."""
-    ask, more, thought = _user("Name a word."), [_user("Another one.")], "<think>\nLet me see.\n</think>\n\n"
-    one, two = [_result("found")], [_result("found"), _result("found", 1)]
-    called = [ask, _calling("", "word"), *one]
-    return {
-        RESPONSE_CASE: [([ask, _answer(word)], more) for word in _PROBES],
-        "a user's message after an answer with thinking": [([ask, _answer(thought + word)], more) for word in _PROBES],
-        RESULT_CASE: [([ask, _calling("", word)], one) for word in _PROBES],
-        "a result after text and a call": [([ask, _calling("So.", word)], one) for word in _PROBES],
-        "a result after a call with thinking": [([ask, _calling(thought, word)], one) for word in _PROBES],
-        "results of two calls": [([ask, _calling("", word, word)], two) for word in _PROBES],
-        "a result after a later call": [([*called, _calling("", word)], one) for word in _PROBES],
-        "a user's message after the use of a tool": [([*called, _answer(word)], more) for word in _PROBES],
-    }
 
 
 def _with_arguments(call: Mapping[str, Any]) -> dict[str, Any]:

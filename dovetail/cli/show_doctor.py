@@ -17,7 +17,7 @@ from rich.status import Status as Status_
 from rich.table import Table
 from rich.text import Text
 
-from dovetail.agents.chat import MEANING, TemplateAudit
+from dovetail.agents.template_audit import MEANING, TemplateAudit
 from dovetail.config.fsdp import full_dtype
 from dovetail.config.installed import Part, Status
 from dovetail.config.root import DovetailConfig

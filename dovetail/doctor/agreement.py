@@ -131,7 +131,8 @@ def examine(
         old, old_log_probs = _answers(groups, tokenizer)
         moved = _train(policy, old, old_log_probs)
         groups.weights_changed(1)
-    clock.outcome = f"log-probs of {int(old.tensors['response_mask'].sum())} tokens moved by {moved:.2g} on average"
+    num_tokens = int(old.tensors["response_mask"].sum())
+    clock.judge(True, f"log-probs of {num_tokens} tokens moved by {moved:.2g} on average")
     with clock("sync again, generate, compare"):
         after = _worst(groups.rollout.check_parity())
     clock.judge(after.passed, _diff_words(after.mean_abs_diff, len(after.tokens)))
@@ -160,14 +161,19 @@ def _train(policy: WorkerGroup, batch: DataProto, old_log_probs: Tensor) -> floa
     """One update that likes the first answer to each prompt; how far it moved the log-probs, on average."""
     mask = batch.tensors["response_mask"]
     liked = torch.tensor([1.0, -1.0]).repeat(NUM_PROMPTS)[:, None]
-    columns = {**batch.tensors, "old_log_probs": old_log_probs, "advantages": liked * mask}
+    train_once(policy, batch, old_log_probs, liked * mask)
+    new = policy.compute_log_prob(batch).tensors["old_log_probs"]
+    return float((new - old_log_probs).abs()[mask.bool()].mean())
+
+
+def train_once(policy: WorkerGroup, batch: DataProto, old_log_probs: Tensor, advantages: Tensor) -> dict[str, Any]:
+    """One update with all rows; its metrics."""
+    columns = {**batch.tensors, "old_log_probs": old_log_probs, "advantages": advantages}
     facts = {"temperature": batch.meta_info["temperature"]}
     update_batch = DataProto.from_dict(columns, dict(batch.non_tensor_batch), facts)
     lengths = batch.tensors["attention_mask"].sum(1).tolist()
     update_batch.reorder(arrange_rows(lengths, policy.dp_size("actor"), len(batch)))
-    policy.update_actor(update_batch)
-    new = policy.compute_log_prob(batch).tensors["old_log_probs"]
-    return float((new - old_log_probs).abs()[mask.bool()].mean())
+    return policy.update_actor(update_batch).meta_info["metrics"]
 
 
 def _worst(reports: list[ParityReport]) -> ParityReport:
@@ -210,14 +216,6 @@ class _Clock:
 
     def __exit__(self, *failure: object) -> None:
         self.stages.append(Stage(self._name, time.perf_counter() - self._started, ""))
-
-    @property
-    def outcome(self) -> str:
-        return self.stages[-1].outcome
-
-    @outcome.setter
-    def outcome(self, words: str) -> None:
-        self.judge(True, words)
 
     def judge(self, passed: bool, words: str) -> None:
         last = self.stages[-1]

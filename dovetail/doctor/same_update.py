@@ -10,10 +10,9 @@ from torch import Tensor
 
 from dovetail.config.root import DovetailConfig
 from dovetail.controller import WorkerGroup
-from dovetail.doctor.agreement import OVERRIDES
+from dovetail.doctor.agreement import OVERRIDES, train_once
 from dovetail.protocol import DataProto
 from dovetail.rollout.assemble import Response, assemble
-from dovetail.trainer.arrange import arrange_rows
 from dovetail.trainer.groups import create_groups
 
 _PROMPT, _RESPONSE = 12, 16
@@ -62,22 +61,17 @@ def update_once(config: DovetailConfig, *, use_ray: bool, use_gpu: bool) -> Upda
 
 def _update(policy: WorkerGroup, num_rows: int) -> Update:
     batch = _fixed_batch(num_rows)
-    lengths = batch.tensors["attention_mask"].sum(1).tolist()
-    batch.reorder(arrange_rows(lengths, policy.dp_size("actor"), num_rows))
-    mask = batch.tensors["response_mask"].bool()
+    mask = batch.tensors["response_mask"]
     before = policy.compute_log_prob(batch).tensors["old_log_probs"]
-    columns = {**batch.tensors, "old_log_probs": before}
-    trained = DataProto.from_dict(columns, meta_info=dict(batch.meta_info))
-    metrics = policy.update_actor(trained).meta_info["metrics"]
+    signs = 1.0 - 1.5 * (torch.arange(num_rows) % 2)[:, None]  # advantages of both signs
+    metrics = train_once(policy, batch, before, signs * mask)
     after = policy.compute_log_prob(batch).tensors["old_log_probs"]
-    # By the row's own number: ranks may have been given the rows in another order.
-    order = torch.argsort(batch.tensors["row"])
-    before, after = ((values * mask)[order].float().cpu() for values in (before, after))
+    before, after = ((values * mask.bool()).float().cpu() for values in (before, after))
     return Update(before, after, float(np.mean(metrics["actor/grad_norm"])))
 
 
 def _fixed_batch(num_rows: int) -> DataProto:
-    """Rows of unequal lengths; advantages of both signs."""
+    """Rows of unequal lengths."""
     generator = torch.Generator().manual_seed(0)
     prompts, responses = [], []
     for row in range(num_rows):
@@ -86,6 +80,4 @@ def _fixed_batch(num_rows: int) -> DataProto:
         tokens = tuple(torch.randint(3, 250, (length,), generator=generator).tolist())
         responses.append(Response(tokens, (True,) * length, (0.0,) * length, (0,) * length, "stop"))
     batch = assemble(prompts, responses, pad_token_id=0, prompt_length=64, response_length=24)
-    signs = 1.0 - 1.5 * (torch.arange(num_rows) % 2)[:, None]
-    columns = {**batch.tensors, "advantages": signs * batch.tensors["response_mask"], "row": torch.arange(num_rows)}
-    return DataProto.from_dict(columns, meta_info={"temperature": 1.0})
+    return DataProto.from_dict(batch.tensors, meta_info={"temperature": 1.0})

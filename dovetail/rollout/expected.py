@@ -23,18 +23,28 @@ def expected_weights(model: str | Path, **args: Unpack[ModelArgs]) -> ExpectedWe
     from dovetail.models.load import build_meta_model
 
     empty = build_meta_model(model, attn_implementation="eager", **args)
-    first_name: dict[int, str] = {}
-    ties: dict[str, str] = {}
-    tied_shapes: dict[str, tuple[int, ...]] = {}
-    for name, parameter in empty.named_parameters(remove_duplicate=False):
-        own = first_name.setdefault(id(parameter), name)
-        if own != name:
-            ties[name] = own
-            tied_shapes[name] = tuple(parameter.shape)
-    shapes = {name: tuple(tensor.shape) for name, tensor in to_checkpoint_tensors(empty, empty.named_parameters())}
-    stored = empty.state_dict().keys()
-    buffers = {name: tuple(buffer.shape) for name, buffer in empty.named_buffers() if name in stored}
-    return ExpectedWeights(shapes | tied_shapes, {name: own for name, own in ties.items() if own in shapes}, buffers)
+    ties = tied_parameters(empty)
+    shapes = shapes_of(to_checkpoint_tensors(empty, empty.named_parameters()))
+    tied_shapes = shapes_of((name, empty.get_parameter(name)) for name in ties)
+    known_ties = {name: own for name, own in ties.items() if own in shapes}
+    return ExpectedWeights(shapes | tied_shapes, known_ties, shapes_of(stored_buffers(empty).items()))
+
+
+def tied_parameters(model: torch.nn.Module) -> dict[str, str]:
+    """Further names of parameters that have several, and the first name of each."""
+    first: dict[int, str] = {}
+    names = {name: first.setdefault(id(own), name) for name, own in model.named_parameters(remove_duplicate=False)}
+    return {name: own for name, own in names.items() if name != own}
+
+
+def stored_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Buffers of a checkpoint (the bias of a sigmoid router): they may be sent, none must, they are not trained."""
+    stored = model.state_dict().keys()
+    return {name: buffer for name, buffer in model.named_buffers() if name in stored}
+
+
+def shapes_of(tensors: NamedTensors) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in tensors}
 
 
 class CheckedWeights:

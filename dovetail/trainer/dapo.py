@@ -19,9 +19,9 @@ from dovetail.protocol.trajectories import one_row_each
 from dovetail.rewards.columns import with_scores
 from dovetail.rewards.runner import RewardResult
 from dovetail.trainer.base import Metrics
+from dovetail.trainer.group_rows import split_groups, within_bound
 from dovetail.trainer.ppo import RayPPOTrainer
 from dovetail.trainer.recording import Rollout
-from dovetail.trainer.rollout_stream import split_groups, within_bound
 from dovetail.trainer.stalled import EMPTY_ROUNDS, no_signal
 
 logger = logging.getLogger(__name__)

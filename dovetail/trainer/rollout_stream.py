@@ -21,6 +21,14 @@ from dovetail.observability.ledger import DrawLedger
 from dovetail.observability.stalls import Waits
 from dovetail.protocol import DataProto
 from dovetail.trainer.generators import Draw, Generator, OnOwnDevices, OnTrainerDevices, draw_number, draw_uid, joined
+from dovetail.trainer.group_rows import (
+    mask_older,
+    num_restarted,
+    number_of,
+    split_groups,
+    version_range,
+    version_runs,
+)
 from dovetail.trainer.group_scores import GroupScores
 from dovetail.trainer.groups import RoleGroups
 from dovetail.trainer.pace import Pace, choose
@@ -224,8 +232,7 @@ class RolloutStream:
         if PROMPTS in carried:
             versions = {int(number): int(version) for number, version in state["running"]}
             draws = [
-                Draw(_number_of(prompt), prompt, 0, versions[_number_of(prompt)])
-                for prompt in carried[PROMPTS].split(1)
+                Draw(number_of(prompt), prompt, 0, versions[number_of(prompt)]) for prompt in carried[PROMPTS].split(1)
             ]
             self._begin(draws, carried.get(PARTIAL))
 
@@ -278,14 +285,14 @@ class RolloutStream:
 
     def _draw_chunk(self) -> list[Draw]:
         prompts = self._draw_prompts()
-        draws = [Draw(_number_of(prompt), prompt, 0, self._version) for prompt in prompts.split(1)]
+        draws = [Draw(number_of(prompt), prompt, 0, self._version) for prompt in prompts.split(1)]
         self.ledger.started([draw.number for draw in draws], self._version)
         return draws
 
     def _finished_draw(self, rows: DataProto) -> Draw:
         """Of a checkpoint."""
-        oldest, newest = _versions(rows, self._version)
-        return Draw(_number_of(rows), rows, 0, oldest, rows, newest)
+        oldest, newest = version_range(rows, self._version)
+        return Draw(number_of(rows), rows, 0, oldest, rows, newest)
 
     def _start_lost(self) -> None:
         draws = list(self._running.values())
@@ -342,13 +349,13 @@ class RolloutStream:
                 self._receive(rows)
 
     def _receive(self, rows: DataProto) -> None:
-        draw = self._running.pop(_number_of(rows), None)
+        draw = self._running.pop(number_of(rows), None)
         if draw is None:  # started again after a death, and there already
             return
         draw.rows = join_answers(draw.prompt, rows, n=self._rollout.n)
-        draw.version, draw.newest = _versions(rows, draw.version)
+        draw.version, draw.newest = version_range(rows, draw.version)
         self._ready[draw.number] = draw
-        self.ledger.finished(draw.number, _version_runs(rows), restarted=_num_restarted(rows))
+        self.ledger.finished(draw.number, version_runs(rows), restarted=num_restarted(rows))
         self.scores.start(draw.number, draw.rows)
 
     def _watch(self, must_finish: Sequence[int], wait_began: float) -> None:
@@ -394,58 +401,3 @@ class RolloutStream:
         if self._settings.order_in_force == "finish" and self._settings.on_stale_in_force == "mask":
             batch = mask_older(batch, step - 1 - self._bound)
         return batch
-
-
-def split_groups(batch: DataProto) -> list[DataProto]:
-    """The rows of each draw, in the order in which the draws appear."""
-    rows: dict[str, list[int]] = {}
-    for row, uid in enumerate(batch.non_tensor_batch["uid"]):
-        rows.setdefault(str(uid), []).append(row)
-    return [batch.select_idxs(members) for members in rows.values()]
-
-
-def within_bound(groups: Sequence[DataProto], oldest: int, *, masks_stale: bool) -> list[DataProto]:
-    """Groups without tokens of weights before version `oldest`. With `masks_stale` those tokens are masked, and a group
-    stays where others are left."""
-    kept = []
-    for rows in groups:
-        first, last = _versions(rows, oldest)
-        if first >= oldest:
-            kept.append(rows)
-        elif masks_stale and last >= oldest:
-            kept.append(mask_older(rows, oldest))
-    return kept
-
-
-def mask_older(batch: DataProto, oldest: int) -> DataProto:
-    """Tokens of weights before version `oldest` leave every loss and count."""
-    kept = batch.tensors["response_mask"] * (batch.tensors["weight_version"] >= oldest)
-    columns = DataProto.from_dict({"response_mask": kept.to(batch.tensors["response_mask"].dtype)})
-    others = batch.select(batch_keys=[name for name in batch.tensors if name != "response_mask"])
-    return others.union(columns)
-
-
-def _number_of(rows: DataProto) -> int:
-    return draw_number(rows.non_tensor_batch["uid"][0])
-
-
-def _versions(rows: DataProto, without_tokens: int) -> tuple[int, int]:
-    """Of the oldest and the newest token."""
-    versions = rows.tensors["weight_version"]
-    sampled = versions[versions >= 0]
-    return (int(sampled.min()), int(sampled.max())) if len(sampled) else (without_tokens, without_tokens)
-
-
-def _num_restarted(rows: DataProto) -> int:
-    """Trajectories of agents that began again after a resume."""
-    columns = rows.non_tensor_batch
-    if "events" not in columns:
-        return 0
-    places = zip(columns["trajectory"], columns["events"], strict=True)
-    return len({int(number) for number, events in places if any(event["kind"] == "restart" for event in events)})
-
-
-def _version_runs(rows: DataProto) -> list[list[int]]:
-    versions = rows.tensors["weight_version"]
-    values, counts = versions[versions >= 0].unique(return_counts=True)
-    return [[int(value), int(count)] for value, count in zip(values, counts, strict=True)]

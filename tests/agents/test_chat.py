@@ -11,13 +11,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dovetail.agents.chat import _TOOL, CUT, ChatRenderer, ChatTemplateError, Rendered, _cases
+from dovetail.agents.chat import CUT, ChatRenderer, ChatTemplateError, Rendered
+from dovetail.agents.template_audit import TOOL, audited_conversations
 from tests.agents.tokenizers import FAMILIES, family_tokenizer
 from tests.models.tiny import tiny_tokenizer
 
 pytestmark = pytest.mark.unit
 
-CASES = tuple(_cases())
+CASES = tuple(audited_conversations())
 # Which property each family's template breaks, and where. Not named: it holds.
 _NO_TOOLS = {name: "accepted" for name in CASES if "call" in name or "use of a tool" in name}
 BROKEN: dict[str, dict[str, str]] = {
@@ -53,9 +54,9 @@ def test_the_audit_names_the_broken_property_of_every_case(family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_prompt_answer_and_delta_are_the_templates_own_rendering_or_there_is_no_delta(family: str) -> None:
     chat, tokenizer = renderer(family), family_tokenizer(family)
-    for name, conversations in _cases().items():
+    for name, conversations in audited_conversations().items():
         for messages, new in conversations:
-            tools = [_TOOL] if "call" in name or "tool" in name else None
+            tools = [TOOL] if "call" in name or "tool" in name else None
             if BROKEN.get(family, {}).get(name) == "accepted":
                 with pytest.raises(ChatTemplateError, match="refuses a conversation of user"):
                     chat.extend(messages, new, closed=True, tools=tools)
@@ -139,7 +140,7 @@ def test_arguments_may_be_json_and_content_may_be_missing() -> None:
 
 def test_a_template_without_calls_gets_them_as_text() -> None:
     chat, tokenizer = renderer("smollm2"), family_tokenizer("smollm2")
-    (messages, new), *_ = _cases()["a result after a call"]
+    (messages, new), *_ = audited_conversations()["a result after a call"]
     text = tokenizer.decode(chat.start([*messages, *new]))
     assert '<tool_call>\n{"name": "look_up", "arguments": {"word": "zebra"}}\n</tool_call><|im_end|>' in text
 
@@ -229,7 +230,7 @@ def test_what_is_kept_of_a_rendered_prompt_changes_no_id(family: str, data: Any)
         made = {"role": role, "content": data.draw(texts)}
         return {**made, "tool_call_id": f"call{index:05d}"} if role == "tool" else made
 
-    tools = data.draw(st.sampled_from([None, [_TOOL]]))
+    tools = data.draw(st.sampled_from([None, [TOOL]]))
     messages = [message("system")] * data.draw(st.integers(0, 1)) + [message("user")]
     assert ids_of(chat.start, messages, tools, rendered=rendered) == ids_of(chat.start, messages, tools)
     for _ in range(data.draw(st.integers(1, 4))):
@@ -347,8 +348,8 @@ def test_prompt_and_answer_are_the_templates_own_rendering(family: str) -> None:
 
 def test_an_answer_with_calls_is_trained_as_the_template_writes_it() -> None:
     chat, tokenizer = renderer("qwen2.5"), family_tokenizer("qwen2.5")
-    messages, _ = _cases()["a result after a call"][0]
-    text = tokenizer.decode(chat.answer(messages, [_TOOL]))
+    messages, _ = audited_conversations()["a result after a call"][0]
+    text = tokenizer.decode(chat.answer(messages, [TOOL]))
     assert text.startswith("<tool_call>")
     assert "look_up" in text
     assert text.endswith("</tool_call><|im_end|>")

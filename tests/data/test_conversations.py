@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from dovetail.agents.chat import _TOOL, ChatRenderer, ChatTemplateError, _cases
+from dovetail.agents.chat import ChatRenderer, ChatTemplateError
+from dovetail.agents.template_audit import TOOL, audited_conversations
 from dovetail.config.data import DataConfig
 from dovetail.config.methods import SFTConfig
 from dovetail.data.conversations import ConversationDataset, TokenRow, conversation_rows
@@ -89,9 +90,9 @@ def test_every_answer_of_every_family_is_trained_once_and_stands_as_when_it_was_
     """Also calls of tools, results and thinking: the cases of the template audit."""
     chat, tokenizer = ChatRenderer(family_tokenizer(family)), family_tokenizer(family)
     refused: set[str] = set()
-    for name, conversations in _cases().items():
+    for name, conversations in audited_conversations().items():
         messages = [*conversations[0][0], *conversations[0][1], {"role": "assistant", "content": "quartz ends it"}]
-        tools = [_TOOL] if "call" in name or "tool" in name else None
+        tools = [TOOL] if "call" in name or "tool" in name else None
         try:
             rows = list(conversation_rows(chat, messages, tools))
         except ChatTemplateError:
@@ -128,7 +129,7 @@ def test_without_a_template_a_response_follows_its_prompt_and_is_closed() -> Non
 
 
 def test_tools_are_shown_and_an_answer_of_weight_0_is_only_read() -> None:
-    ((row,),) = opened([{"messages": [*TALK[:2], {**TALK[2], "weight": 0}, *TALK[3:]], "tools": [_TOOL]}])
+    ((row,),) = opened([{"messages": [*TALK[:2], {**TALK[2], "weight": 0}, *TALK[3:]], "tools": [TOOL]}])
     text = family_tokenizer("qwen2.5").decode(row.ids)
     assert "look_up" in text
     assert "Two calls." in text
@@ -185,7 +186,7 @@ def test_a_flag_of_thinking_that_is_none_or_changes_nothing_is_named() -> None:
 
 
 def test_a_template_that_shows_no_tools_is_noticed() -> None:
-    row = {"messages": TALK, "tools": [_TOOL]}
+    row = {"messages": TALK, "tools": [TOOL]}
     assert opened([row, row]).hides_tools is False
     assert opened([{"messages": TALK}]).hides_tools is None
     tokenizer = copy.deepcopy(family_tokenizer("qwen2.5"))

@@ -12,11 +12,11 @@ import pytest
 
 from dovetail.algorithms.offline import preference_loss_names
 from dovetail.config import DovetailConfig
-from dovetail.config.document import document, main
 from dovetail.config.keys import catalogue, find_key, sections
 from dovetail.config.names import ADV_ESTIMATORS, POLICY_LOSSES
 from tests.docs.blocks import blocks_of
 from tests.docs.glossary import known_metrics, unexplained
+from tools.configuration_page import document, main
 
 pytestmark = pytest.mark.unit
 
@@ -148,6 +148,6 @@ def test_an_old_document_is_refused_with_the_command_that_renews_it(
 ) -> None:
     path = tmp_path / "configuration.md"
     assert main(["--check", str(path)]) == 1
-    assert f"python -m dovetail.config.document {path}" in capsys.readouterr().err
+    assert f"python tools/configuration_page.py {path}" in capsys.readouterr().err
     assert main([str(path)]) == 0
     assert main(["--check", str(path)]) == 0

@@ -20,8 +20,9 @@ from dovetail.rollout.assemble import assemble
 from dovetail.rollout.base import GenerationResult
 from dovetail.trainer import rollout_stream
 from dovetail.trainer.generators import Generator, OnOwnDevices, OnTrainerDevices
+from dovetail.trainer.group_rows import within_bound
 from dovetail.trainer.group_scores import GroupScores
-from dovetail.trainer.rollout_stream import RolloutStream, within_bound
+from dovetail.trainer.rollout_stream import RolloutStream
 from tests.trainer.toy_run import Toy, numbered_prompts
 
 N, GROUPS = 4, 4

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from dovetail.models.weights import to_checkpoint_tensors
 from dovetail.rollout.base import WeightUpdateError
-from dovetail.rollout.expected import CheckedWeights
+from dovetail.rollout.expected import CheckedWeights, shapes_of, stored_buffers, tied_parameters
 from dovetail.weight_sync import ExpectedWeights, NamedTensors
 
 
@@ -25,21 +25,19 @@ class WeightLoader:
         self._targets: dict[str, torch.Tensor] = {}
         ties: dict[str, str] = {}
         stacks: dict[str, tuple[str, ...]] = {}
-        first_name: dict[int, str] = {}
+        tied = tied_parameters(model)
         parts = _parts_on_disk(model)
         for name, parameter in model.named_parameters(remove_duplicate=False):
             self._targets[name] = parameter.data
-            own = first_name.setdefault(id(parameter), name)
-            if own != name:
+            if own := tied.get(name):
                 ties.update(dict.fromkeys({name, *parts[name]} - {own, *parts[own]}, own))
             elif parts[name].keys() - {name}:
                 stacks[name] = tuple(parts[name])
         for on_disk in parts.values():
             self._targets = on_disk | self._targets
-        # Buffers of a checkpoint (the bias of a sigmoid router) may be sent too; none must: they are not trained.
-        stored = model.state_dict().keys()
-        buffers = {name: buffer for name, buffer in model.named_buffers() if name in stored}
-        self._expected = ExpectedWeights(_shapes(self._targets), ties, _shapes(buffers), stacks)
+        buffers = stored_buffers(model)
+        shapes, optional = shapes_of(self._targets.items()), shapes_of(buffers.items())
+        self._expected = ExpectedWeights(shapes, ties, optional, stacks)
         self._targets = buffers | self._targets
 
     @torch.no_grad()
@@ -76,10 +74,6 @@ class WeightLoader:
     def tensors(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """What the model holds under these names, as far as it has them."""
         return {name: self._targets[name] for name in names if name in self._targets}
-
-
-def _shapes(tensors: dict[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
 def _parts_on_disk(model: PreTrainedModel) -> dict[str, dict[str, torch.Tensor]]:
