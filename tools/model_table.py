@@ -110,10 +110,10 @@ def table(vllm: Callable[[str, str], str]) -> str:
     tested = {row[1] for row in rows if row[-1]}
     lines = [_HEAD, ("---",) * len(_HEAD), *rows]
     count = (
-        f"{len(rows)} rows, {len({row[1] for row in rows})} model types; {len(tested)} of these are compared with "
-        f"transformers number by number. Computed with transformers {_TRANSFORMERS} and the models of vLLM {_VLLM}."
+        f"Of the {len({row[1] for row in rows})} model types below the tests compare {len(tested)} with transformers, "
+        f"number by number. The table is computed with transformers {_TRANSFORMERS} and the list of vLLM {_VLLM}."
     )
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines) + f"\n{count}\n"
+    return f"{count}\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def _row(name: str, model_type: str, fields: dict[str, Any], vllm: Callable[[str, str], str]) -> tuple[str, ...]:

@@ -21,7 +21,6 @@ PAGE = Path(__file__).parents[2] / "docs" / "guide" / "models.md"
 def test_the_table_is_up_to_date_and_an_old_one_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Takes as long as 56 architectures take to import and build, which is what the table says something about."""
     assert model_table.main(["--check", str(PAGE)]) == 0
     old = shutil.copy(PAGE, tmp_path)
     monkeypatch.setattr(model_table, "_ROWS", model_table._ROWS[:1])

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from dovetail.config.errors import ConfigError
 from dovetail.config.root import DovetailConfig
-from dovetail.data.errors import DataError
 from dovetail.data.files import write_rows
 from dovetail.models.load import load_processor, load_tokenizer
 from dovetail.trainer.examples import read_examples
@@ -93,5 +93,5 @@ def test_packed_and_padded_rows_with_images_have_the_loss_of_transformers(toy: T
 
 
 def test_megatron_is_refused_before_a_process_starts(toy: Toy, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="strategy=megatron trains models of text alone here; use fsdp2"):
+    with pytest.raises(ConfigError, match="strategy=megatron trains models of text alone here; use fsdp2"):
         train(config(toy, tmp_path, **{f"{ACTOR}.strategy": "megatron"}))

@@ -94,7 +94,7 @@ def empty_model(kind: type[PreTrainedModel], config: PreTrainedConfig) -> PreTra
 def refuse_unsupported(model: PreTrainedModel) -> None:
     """NotImplementedError if the engine does not compute a model like this one, which is on the meta device.
 
-    Its layers run without numbers, because attention says only then what it asks for.
+    Its first layer runs without numbers, because attention says only then what it asks for.
     """
     if not model._can_set_attn_implementation():
         raise NotImplementedError(
@@ -104,18 +104,18 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
     replica = empty_model(type(model), model.config)
     tokens = torch.zeros(1, 2, dtype=torch.long, device="meta")
     try:
-        replica.base_model(input_ids=tokens, position_ids=tokens, use_cache=False, kv_step=_NoNumbers())
+        replica.base_model(input_ids=tokens, position_ids=tokens, use_cache=False, kv_step=_FirstStep())
     except NotImplementedError:
         raise
-    except Exception as error:  # noqa: BLE001  without numbers a router, say, cannot go on; attention came before it
+    except Exception as error:  # noqa: BLE001  the first attention ends it; what cannot run without numbers does, too
         logger.debug("%s ends without numbers: %s", type(model).__name__, error)
 
 
-class _NoNumbers:
-    """A `KVStep` of the meta device."""
+class _FirstStep:
+    """A `KVStep` that ends the model's call: attention has asked for nothing that is not computed."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        return value.new_empty(1, query.shape[2], query.shape[1] * value.shape[3])
+        raise EOFError(f"layer {layer} attends")
 
 
 def num_embeddings(model: PreTrainedModel) -> int:
