@@ -227,6 +227,7 @@ def refuse_attention_that_cannot_be_packed(hf_model: Any) -> None:
 
 _NO_PADDING = {
     "cpmant": "adds a prompt of its own to every row",
+    "mllama": "needs a mask of images for every token",
     "rwkv": "takes padding for tokens",
     "xlstm": "takes padding for tokens",
     "xlnet": "lets tokens attend to later ones",

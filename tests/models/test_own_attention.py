@@ -18,6 +18,7 @@ from transformers import (
     GPTNeoConfig,
     GptOssConfig,
     Llama4TextConfig,
+    MllamaConfig,
     PhimoeConfig,
     PretrainedConfig,
     Qwen2MoeConfig,
@@ -116,6 +117,15 @@ def test_layers_run_without_numbers_as_far_as_packed_attention() -> None:
     assert seen == [(1, 8, 128)]
 
 
+_IMAGES = {
+    "hidden_size": 32, "num_hidden_layers": 1, "num_global_layers": 1, "attention_heads": 2, "intermediate_size": 32,
+    "vision_output_dim": 64, "image_size": 28, "patch_size": 14, "intermediate_layers_indices": [0],
+}  # fmt: skip
+MLLAMA = MllamaConfig(
+    text_config={**SMALL, "num_key_value_heads": 2, "cross_attention_layers": [0]}, vision_config=_IMAGES
+)
+
+
 @pytest.mark.parametrize(
     ("config", "says"),
     [
@@ -125,6 +135,7 @@ def test_layers_run_without_numbers_as_far_as_packed_attention() -> None:
         ),
         (XLNetConfig(vocab_size=320, d_model=32, n_layer=1, n_head=2, d_inner=48), "attend to later ones"),
         (RwkvConfig(vocab_size=320, hidden_size=32, num_hidden_layers=1), "takes padding for tokens"),
+        (MLLAMA, "needs a mask of images for every token"),
     ],
 )
 def test_networks_that_are_no_causal_decoder_of_padded_rows_are_refused(config: PretrainedConfig, says: str) -> None:
