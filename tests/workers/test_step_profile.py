@@ -37,7 +37,6 @@ def test_a_machine_without_gpus_refuses_to_record_their_memory(monkeypatch: pyte
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_the_history_names_the_function_that_took_the_memory(tmp_path: Path) -> None:
     profile = start_step_profile("torch_memory", tmp_path / "step_1_rank_0", torch.device("cuda"))
 
