@@ -81,8 +81,8 @@ def hide_before(pools: tuple[torch.Tensor, torch.Tensor], table: torch.Tensor, f
                 pool[table[row, place // PAGE], :, place % PAGE] = float("nan")
 
 
-@pytest.mark.parametrize("window", [None, 1, 16, 23, 100])
-@pytest.mark.parametrize("num_splits", [1, 4, 8])  # the longest has five pages
+# The longest has five pages.
+@pytest.mark.parametrize(("num_splits", "window"), [(1, None), (4, None), (8, None), (1, 16), (4, 23), (8, 1)])
 def test_decode_attention_reads_each_sequence_to_its_own_length(num_splits: int, window: int | None) -> None:
     torch.manual_seed(0)
     lengths = [1, 16, 17, 70, 0, 33]
@@ -141,7 +141,7 @@ def test_few_programs_have_many_pages_on_their_way_within_the_shared_memory(
     assert attention._launch(torch.device("cuda"), pairs, num_splits, page_kib << 10) == expected
 
 
-@pytest.mark.parametrize("window", [None, 1, 7, 16, 23, 100])
+@pytest.mark.parametrize("window", [None, 1, 16, 23])
 def test_prefill_attention_is_causal_within_and_full_before_a_segment(window: int | None) -> None:
     torch.manual_seed(1)
     before, counts = [0, 20, 5], [37, 9, 1]
@@ -193,7 +193,7 @@ def test_a_window_skips_pages_and_leaves_every_token_the_bits_it_has_alone() -> 
     assert torch.isfinite(together).all()
 
 
-@pytest.mark.parametrize("window", [None, 5, 23])
+@pytest.mark.parametrize("window", [None, 23])
 def test_heads_of_a_token_in_one_block_have_the_bits_of_a_block_each(window: int | None) -> None:
     torch.manual_seed(1)
     lengths = [37, 1, 20]
@@ -246,10 +246,11 @@ def test_rows_of_exact_norms_and_log_probs_do_not_depend_on_the_other_rows() -> 
 
 
 @pytest.mark.slow  # `test_exact.py` has the same on a CPU's own operations, and the kernels are tested above
-def test_an_exact_engine_writes_the_log_probs_of_an_exact_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("family", ["qwen3", "mistral_window"])
+def test_an_exact_engine_writes_the_log_probs_of_an_exact_trainer(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prefill in parts, decoding and training, all through the kernels."""
     monkeypatch.setattr(exact_modules, "_has_kernels", lambda x: True)
-    model = tiny_model("qwen3", num_hidden_layers=1).to(DEVICE)
+    model = tiny_model(family, num_hidden_layers=1).to(DEVICE)
     exact_modules.use_exact_modules(model)
     generator = torch.Generator().manual_seed(0)
     asked = [

@@ -249,6 +249,11 @@ def _attention(
             f"{type(module).__name__} uses attention soft-capping or sinks, which the native engine does not compute; "
             "use rollout.name=vllm or sglang for this model."
         )
+    if attention_mask is not None:
+        raise NotImplementedError(
+            f"{type(module).__name__} has an attention mask of its own making, which the native engine does not read; "
+            "use rollout.name=vllm or sglang for this model."
+        )
     if kv_step is None:
         raise NotImplementedError(
             f"{type(module).__name__} does not hand keywords of the model's call on to attention, by which the native "

@@ -20,7 +20,8 @@ _MOVING_ROPE = frozenset({"dynamic", "longrope"})
 
 def has_moving_rope(model: PreTrainedModel) -> bool:
     rope: Any = getattr(model.config, "rope_parameters", None) or {}
-    return rope.get("rope_type", "default") in _MOVING_ROPE
+    ropes = [rope, *(part for part in rope.values() if isinstance(part, dict))]  # some have one for each kind of layer
+    return any(part.get("rope_type") in _MOVING_ROPE for part in ropes)
 
 
 class SmallBatch:
