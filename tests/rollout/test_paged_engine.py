@@ -81,7 +81,8 @@ def test_what_holds_for_slots_holds_for_pages(
 
 
 @pytest.mark.parametrize(
-    ("family", "fuse"), [*((family, True) for family in FAMILIES), ("qwen2", False), ("qwen3_moe", False)]
+    ("family", "fuse"),
+    [*((family, True) for family in (*FAMILIES, "qwen2_5_vl")), ("qwen2", False), ("qwen3_moe", False)],
 )
 def test_greedy_tokens_equal_transformers(family: str, fuse: bool) -> None:
     model = tiny_model(family)
@@ -238,7 +239,7 @@ def test_a_second_turn_prefills_only_what_is_new_and_keeps_its_log_probs(paged: 
     assert not paged or pages_held(engine) == 0
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral_window", "gemma3_text"])
+@pytest.mark.parametrize("family", ["llama", "mistral_window"])
 def test_groups_prefill_a_common_prefix_once_together_and_later(family: str) -> None:
     model = tiny_model(family)
     engine = paged_engine(model, max_num_seqs=8)

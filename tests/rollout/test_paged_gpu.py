@@ -56,7 +56,7 @@ def version_gaps(
     return {version: torch.cat(parts) for version, parts in gaps.items()}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "qwen2_5_vl"])
 def test_float32_tokens_and_log_probs_are_those_of_transformers(family: str) -> None:
     model = cuda_model(family)
     rows = prompts(8, longest=150)

@@ -34,6 +34,8 @@ def build_decoder(model: PreTrainedModel, ops: Ops, *, fuse: bool = True) -> Pla
 
 def can_be_captured(model: PreTrainedModel) -> bool:
     """Whether a step of this model can be a CUDA graph: no sizes or branches that depend on values on the device."""
+    if hasattr(model.config, "vision_config"):
+        return False  # its forward looks for images
     experts = any(hasattr(module, "gate_up_proj") and hasattr(module, "num_experts") for module in model.modules())
     # In other dtypes than bfloat16 transformers multiplies experts one by one, each with a size read from the device.
     return not has_moving_rope(model) and (not experts or model.dtype == torch.bfloat16)
