@@ -149,13 +149,12 @@ def _exact(
     segments: PackedSegments,
     options: _Options,
 ) -> Tensor:
-    if options.dropout or options.window is not None:
+    if options.dropout:
         raise NotImplementedError(
-            f"rollout.exact has no dropout ({options.dropout}) and no sliding window ({options.window}) in attention; "
-            "set it to False for this model."
+            f"rollout.exact has no dropout ({options.dropout}) in attention; set it to False for this model."
         )
     return exactly(
-        lambda q, k, v: attention(q, k, v, segments, options.scale),
+        lambda q, k, v: attention(q, k, v, segments, options.scale, options.window),
         lambda q, k, v: plain(q, k, v, segments, options),
         query,
         key,

@@ -170,8 +170,11 @@ class TransformerBackbone(nn.Module):
         return self.hf_model.config.get_text_config()._attn_implementation
 
 
-_WINDOW_IN_MASK_ONLY = ("phimoe", "qwen2_moe")
-"""transformers 5.19: their attention is not told of its window."""
+def window_in_mask_only(text_config: Any) -> int | None:
+    """The window that attention is not told of, if sequences can be longer."""
+    window, positions = (getattr(text_config, key, None) for key in ("sliding_window", "max_position_embeddings"))
+    is_told = text_config.model_type not in ("phimoe", "qwen2_moe")  # transformers 5.19
+    return None if is_told or not window or window >= (positions or math.inf) else window
 
 
 def refuse_to_pack(hf_model: Any) -> None:
@@ -189,9 +192,7 @@ def refuse_to_pack(hf_model: Any) -> None:
             f"{type(hf_model).__name__} has {', '.join(other) or 'recurrent'} layers, in which packed sequences would "
             "mix; set use_remove_padding=False for this model."
         )
-    text = hf_model.config.get_text_config()
-    window, positions = getattr(text, "sliding_window", None), getattr(text, "max_position_embeddings", None)
-    if text.model_type in _WINDOW_IN_MASK_ONLY and window and window < (positions or math.inf):
+    if window := window_in_mask_only(hf_model.config.get_text_config()):
         raise ModelError(
             f"{type(hf_model).__name__} puts its sliding_window={window} into the mask alone, which packed attention "
             "does not read; set use_remove_padding=False for this model."

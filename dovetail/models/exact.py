@@ -99,17 +99,20 @@ def log_probs_with_gradient(logits: Tensor, labels: Tensor, temperature: float) 
     return exactly(exact, plain, logits)
 
 
-def attention(query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments, scale: float) -> Tensor:
-    """Causal attention inside packed sequences, query `[1, heads, N, D]`, the result `[1, N, heads, D]`."""
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments, scale: float, window: int | None
+) -> Tensor:
+    """Causal attention inside packed sequences, query `[1, heads, N, D]`, the result `[1, N, heads, D]`. A token sees
+    the last `window` tokens, itself included."""
     if not _has_kernels(query):
-        return _attention_by_token(query, key, value, segments, scale)
+        return _attention_by_token(query, key, value, segments, scale, window)
     from dovetail.models.kernels.paged_attention import prefill_attention
 
     layout = _paged_layout(segments)
     keys, values = (_as_pages(x[0].transpose(0, 1), segments, layout) for x in (key, value))
     flat = query[0].transpose(0, 1).flatten(1).contiguous()
     out = prefill_attention(
-        flat, keys, values, layout.table, layout.blocks, layout.segments, scale, block_size=QUERY_BLOCK
+        flat, keys, values, layout.table, layout.blocks, layout.segments, scale, block_size=QUERY_BLOCK, window=window
     )
     return out.unflatten(1, (query.size(1), -1)).unsqueeze(0)
 
@@ -159,15 +162,18 @@ def _as_pages(tokens: Tensor, segments: PackedSegments, layout: _PagedLayout) ->
     return pages.unflatten(0, (layout.num_pages, _PAGE)).transpose(1, 2).contiguous()
 
 
-def _attention_by_token(query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments, scale: float) -> Tensor:
+def _attention_by_token(
+    query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments, scale: float, window: int | None
+) -> Tensor:
     outs, start = [], 0
     spans = ((0, 0),) * len(segments.lengths) if segments.shared is None else segments.shared.spans
     for length, (first, shared) in zip(segments.lengths, spans, strict=True):
         places = [*range(first, first + shared), *range(start, start + length)]
         keys, values = key[0][:, places], value[0][:, places]
         for token in range(length):
-            seen = shared + token + 1
-            outs.append(attend_token(query[0][:, start + token], keys[:, :seen], values[:, :seen], scale))
+            end = shared + token + 1
+            seen = slice(0 if window is None else max(0, end - window), end)
+            outs.append(attend_token(query[0][:, start + token], keys[:, seen], values[:, seen], scale))
         start += length
     return torch.stack(outs).unsqueeze(0)
 

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 from transformers import (
     FalconH1Config,
+    Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    Olmo3Config,
     OPTConfig,
     PretrainedConfig,
     PreTrainedTokenizerFast,
@@ -43,8 +45,14 @@ _TEXT: dict[str, Any] = {
     "pad_token_id": 0,
 }
 _MOE: dict[str, Any] = {"num_experts_per_tok": 2}
+_WINDOW_IN_FIRST_LAYER: dict[str, Any] = {
+    "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"],
+}  # fmt: skip
 
-TEXT_FAMILIES = ("llama", "llama_tied", "qwen2", "qwen3", "qwen3_moe", "mixtral", "mistral_window")
+# The last three see the last 8 tokens, in all layers or in the first.
+TEXT_FAMILIES = (
+    "llama", "llama_tied", "qwen2", "qwen3", "qwen3_moe", "mixtral", "mistral_window", "gemma3_text", "olmo3",
+)  # fmt: skip
 FAMILIES = (*TEXT_FAMILIES, "qwen2_5_vl")
 
 
@@ -64,6 +72,13 @@ def tiny_config(family: str, **overrides: Any) -> PretrainedConfig:
         return MixtralConfig(**_TEXT | _MOE | {"num_local_experts": 4, "sliding_window": None} | overrides)
     if family == "mistral_window":
         return MistralConfig(**_TEXT | {"head_dim": 32, "sliding_window": 8} | overrides)
+    if family == "gemma3_text":  # layers differ in their rotary embedding, too
+        return Gemma3TextConfig(**_TEXT | _WINDOW_IN_FIRST_LAYER | {"head_dim": 32} | overrides)
+    if family == "olmo3":
+        return Olmo3Config(**_TEXT | _WINDOW_IN_FIRST_LAYER | overrides)
+    if family == "qwen2_window":
+        window = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}  # not in the first layer
+        return Qwen2Config(**_TEXT | window | overrides)
     if family == "opt":  # its decoder is inside another module, as in models that see images
         sizes = {"ffn_dim": 160, "word_embed_proj_dim": 128, "dropout": 0.0}
         return OPTConfig(**{k: v for k, v in _TEXT.items() if k != "num_key_value_heads"} | sizes | overrides)

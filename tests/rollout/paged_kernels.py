@@ -73,11 +73,22 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(found, expected, atol=2e-6, rtol=2e-5)
 
 
-@pytest.mark.parametrize("num_splits", [1, 4, 8])  # the longest has five pages
-def test_decode_attention_reads_each_sequence_to_its_own_length(num_splits: int) -> None:
+def hide_before(pools: tuple[torch.Tensor, torch.Tensor], table: torch.Tensor, firsts: list[int]) -> None:
+    """NaN in every entry before the first that each sequence may read."""
+    for row, first in enumerate(firsts):
+        for place in range(first):
+            for pool in pools:
+                pool[table[row, place // PAGE], :, place % PAGE] = float("nan")
+
+
+# The longest has five pages.
+@pytest.mark.parametrize(("num_splits", "window"), [(1, None), (4, None), (8, None), (1, 16), (4, 23), (8, 1)])
+def test_decode_attention_reads_each_sequence_to_its_own_length(num_splits: int, window: int | None) -> None:
     torch.manual_seed(0)
     lengths = [1, 16, 17, 70, 0, 33]
     keys, values, table = pages_for(lengths)
+    firsts = [0 if window is None else max(0, length - window) for length in lengths]
+    hide_before((keys, values), table, firsts)
     order = [3, 0, 5, 4, 2, 1]
     slots = torch.tensor(order, dtype=torch.int32, device=DEVICE)
     query = randn(len(order), 3 * NUM_KV * HEAD)
@@ -90,6 +101,7 @@ def test_decode_attention_reads_each_sequence_to_its_own_length(num_splits: int)
         torch.tensor([lengths[slot] for slot in order], dtype=torch.int32, device=DEVICE),
         0.3,
         num_splits=num_splits,
+        window=window,
     )
     for row, slot in enumerate(order):
         if lengths[slot] == 0:
@@ -97,8 +109,8 @@ def test_decode_attention_reads_each_sequence_to_its_own_length(num_splits: int)
             continue
         expected = F.scaled_dot_product_attention(
             query[row].view(NUM_KV, 3, HEAD),
-            gathered(keys, table, slot, lengths[slot]),
-            gathered(values, table, slot, lengths[slot]),
+            gathered(keys, table, slot, lengths[slot])[:, firsts[slot] :],
+            gathered(values, table, slot, lengths[slot])[:, firsts[slot] :],
             scale=0.3,
         )
         close(found[row], expected.flatten())
@@ -129,7 +141,8 @@ def test_few_programs_have_many_pages_on_their_way_within_the_shared_memory(
     assert attention._launch(torch.device("cuda"), pairs, num_splits, page_kib << 10) == expected
 
 
-def test_prefill_attention_is_causal_within_and_full_before_a_segment() -> None:
+@pytest.mark.parametrize("window", [None, 1, 16, 23])
+def test_prefill_attention_is_causal_within_and_full_before_a_segment(window: int | None) -> None:
     torch.manual_seed(1)
     before, counts = [0, 20, 5], [37, 9, 1]
     lengths = [b + c for b, c in zip(before, counts, strict=True)]
@@ -145,9 +158,13 @@ def test_prefill_attention_is_causal_within_and_full_before_a_segment() -> None:
         torch.tensor(list(zip(starts, counts, before, strict=True)), dtype=torch.int32, device=DEVICE),
         0.3,
         block_size=16,
+        window=window,
     )
     for i, (start, count, length) in enumerate(zip(starts, counts, lengths, strict=True)):
-        mask = torch.arange(length, device=DEVICE) <= torch.arange(length - count, length, device=DEVICE)[:, None]
+        places = torch.arange(length - count, length, device=DEVICE)[:, None]
+        mask = torch.arange(length, device=DEVICE) <= places
+        if window is not None:
+            mask &= torch.arange(length, device=DEVICE) > places - window
         expected = F.scaled_dot_product_attention(
             query[start : start + count].view(count, NUM_KV * 3, HEAD).transpose(0, 1),
             gathered(keys, table, i, length).repeat_interleave(3, 0),
@@ -158,7 +175,26 @@ def test_prefill_attention_is_causal_within_and_full_before_a_segment() -> None:
         close(found[start : start + count], expected.transpose(0, 1).flatten(1))
 
 
-def test_heads_of_a_token_in_one_block_have_the_bits_of_a_block_each() -> None:
+def test_a_window_skips_pages_and_leaves_every_token_the_bits_it_has_alone() -> None:
+    torch.manual_seed(1)
+    keys, values, table = pages_for([70])
+    query = randn(20, 3 * NUM_KV * HEAD)
+
+    def attend(first: int, count: int) -> torch.Tensor:
+        blocks, segments = ([[0, start] for start in range(0, count, 16)], [[0, count, 50 + first]])
+        inputs = [torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in (blocks, segments)]
+        tokens = query[first : first + count]
+        return prefill_attention(tokens, keys, values, table, *inputs, 0.3, block_size=16, window=10)
+
+    together = attend(0, 20)
+    assert torch.equal(together, torch.cat([attend(token, 1) for token in range(20)]))
+    hide_before((keys, values), table, [32])  # the first query, 50, sees from 41 on, in the page that begins at 32
+    assert torch.equal(together, attend(0, 20))
+    assert torch.isfinite(together).all()
+
+
+@pytest.mark.parametrize("window", [None, 23])
+def test_heads_of_a_token_in_one_block_have_the_bits_of_a_block_each(window: int | None) -> None:
     torch.manual_seed(1)
     lengths = [37, 1, 20]
     keys, values, table = pages_for(lengths)
@@ -166,8 +202,8 @@ def test_heads_of_a_token_in_one_block_have_the_bits_of_a_block_each() -> None:
     blocks = torch.tensor([[2, 0], [0, 0], [1, 0]], dtype=torch.int32, device=DEVICE)
     segments = [(row, 1, length - 1) for row, length in enumerate(lengths)]
     inputs = query, keys, values, table, blocks, torch.tensor(segments, dtype=torch.int32, device=DEVICE), 0.3
-    together = prefill_attention(*inputs, block_size=16, heads_together=True)
-    assert torch.equal(together, prefill_attention(*inputs, block_size=16))
+    together = prefill_attention(*inputs, block_size=16, heads_together=True, window=window)
+    assert torch.equal(together, prefill_attention(*inputs, block_size=16, window=window))
 
 
 def test_rms_norm_adds_and_normalises() -> None:
@@ -210,10 +246,11 @@ def test_rows_of_exact_norms_and_log_probs_do_not_depend_on_the_other_rows() -> 
 
 
 @pytest.mark.slow  # `test_exact.py` has the same on a CPU's own operations, and the kernels are tested above
-def test_an_exact_engine_writes_the_log_probs_of_an_exact_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("family", ["qwen3", "mistral_window"])
+def test_an_exact_engine_writes_the_log_probs_of_an_exact_trainer(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prefill in parts, decoding and training, all through the kernels."""
     monkeypatch.setattr(exact_modules, "_has_kernels", lambda x: True)
-    model = tiny_model("qwen3", num_hidden_layers=1).to(DEVICE)
+    model = tiny_model(family, num_hidden_layers=1).to(DEVICE)
     exact_modules.use_exact_modules(model)
     generator = torch.Generator().manual_seed(0)
     asked = [

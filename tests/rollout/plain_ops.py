@@ -28,6 +28,7 @@ def decode_attention(
     scaling: float,
     *,
     num_splits: int = 1,
+    window: int | None = None,
 ) -> torch.Tensor:
     del num_splits  # a way to compute, not what is computed
     num_kv, head_size = keys.shape[1], keys.shape[3]
@@ -35,7 +36,8 @@ def decode_attention(
     for row, (slot, length) in enumerate(zip(slots.tolist(), lengths.tolist(), strict=True)):
         if length:
             heads = query[row].view(num_kv, -1, head_size)
-            key, value = (_gathered(side, table[slot], length, query.dtype) for side in (keys, values))
+            first = 0 if window is None else max(0, length - window)
+            key, value = (_gathered(side, table[slot], length, query.dtype)[:, first:] for side in (keys, values))
             out[row] = F.scaled_dot_product_attention(heads, key, value, scale=scaling).flatten()
     return out
 
@@ -51,6 +53,7 @@ def prefill_attention(
     *,
     block_size: int,
     heads_together: bool = False,
+    window: int | None = None,
 ) -> torch.Tensor:
     del blocks, block_size, heads_together
     num_kv, head_size = keys.shape[1], keys.shape[3]
@@ -59,7 +62,8 @@ def prefill_attention(
         heads = query[start : start + count].view(count, num_kv, -1, head_size).permute(1, 2, 0, 3)
         key, value = (_gathered(side, table[row], before + count, query.dtype)[:, None] for side in (keys, values))
         queries = torch.arange(before, before + count, device=query.device)
-        mask = torch.arange(before + count, device=query.device) <= queries[:, None]
+        distance = queries[:, None] - torch.arange(before + count, device=query.device)
+        mask = distance >= 0 if window is None else (distance >= 0) & (distance < window)
         size = (-1, heads.shape[1], -1, -1)
         attended = F.scaled_dot_product_attention(
             heads, key.expand(size), value.expand(size), attn_mask=mask, scale=scaling

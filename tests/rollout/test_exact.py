@@ -50,7 +50,7 @@ def forward(
     return [log_probs[row, len(p) : len(p) + len(r)] for row, (p, r) in enumerate(rows)]
 
 
-@pytest.mark.parametrize("family", ["llama_tied", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama_tied", "qwen2", "qwen3", "mistral_window"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_log_prob_of_the_engine_is_the_trainers_to_the_bit(family: str, dtype: torch.dtype) -> None:
     model = tiny_model(family).to(dtype)

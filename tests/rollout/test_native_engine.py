@@ -13,9 +13,12 @@ from transformers import (
     AutoModelForCausalLM,
     BartConfig,
     BloomConfig,
+    DogeConfig,
     FalconConfig,
     Gemma2Config,
+    Gemma4TextConfig,
     GemmaConfig,
+    PhimoeConfig,
     PretrainedConfig,
     StableLmConfig,
 )
@@ -29,7 +32,8 @@ from tests.models.tiny import VOCAB_SIZE, tiny_config, tiny_model
 
 pytestmark = pytest.mark.engine
 
-FAMILIES = ("llama", "llama_tied", "qwen2", "qwen3", "qwen3_moe", "mixtral")
+WINDOWED = ("mistral_window", "qwen2_window", "gemma3_text", "olmo3")
+FAMILIES = ("llama", "llama_tied", "qwen2", "qwen3", "qwen3_moe", "mixtral", *WINDOWED)
 
 
 def prompts(count: int, seed: int = 0, shortest: int = 1, longest: int = 40) -> list[list[int]]:
@@ -127,8 +131,9 @@ def test_samples_do_not_depend_on_the_number_of_engines() -> None:
     assert tokens(one) == tokens(left + right)
 
 
-def test_a_shared_prompt_gives_the_tokens_of_separate_ones_and_is_prefilled_once() -> None:
-    model = tiny_model("qwen3")
+@pytest.mark.parametrize("family", ["qwen3", *WINDOWED])
+def test_a_shared_prompt_gives_the_tokens_of_separate_ones_and_is_prefilled_once(family: str) -> None:
+    model = tiny_model(family)
     row = prompts(1, seed=4, shortest=40)[0]
     shared = NativeEngine(model, max_num_seqs=3)
     results = shared.generate([GenerationRequest("g", row, SamplingParams(n=7, seed=11, max_new_tokens=12))])
@@ -156,17 +161,19 @@ def test_a_response_continued_as_a_longer_prompt_goes_on_as_if_uninterrupted() -
     assert head + rest == whole
 
 
-def test_chunked_prefill_equals_whole_prefill() -> None:
-    model = tiny_model("qwen2")
+@pytest.mark.parametrize("family", ["qwen2", *WINDOWED])
+def test_chunked_prefill_equals_whole_prefill(family: str) -> None:
+    model = tiny_model(family)
     rows = prompts(6, seed=6, shortest=20, longest=90)
     greedy = SamplingParams(temperature=0, max_new_tokens=12, ignore_eos=True)
     whole = NativeEngine(model).generate(requests(rows, greedy))
     chunked = NativeEngine(model, max_prefill_tokens=13).generate(requests(rows, greedy))
-    assert tokens(whole) == tokens(chunked)
+    assert tokens(whole) == tokens(chunked) == [transformers_greedy(model, row, 12) for row in rows]
 
 
-def test_rows_of_very_unlike_length_decode_together() -> None:
-    model = tiny_model("llama")
+@pytest.mark.parametrize("family", ["llama", *WINDOWED])
+def test_rows_of_very_unlike_length_decode_together(family: str) -> None:
+    model = tiny_model(family)
     rows = [*prompts(2, seed=7, shortest=150, longest=250), *prompts(4, longest=4)]
     rows.append(rows[0][:120])
     sampling = SamplingParams(temperature=0, max_new_tokens=10, ignore_eos=True)
@@ -224,8 +231,6 @@ def test_what_the_engine_cannot_read_is_named() -> None:
         engine.generate([GenerationRequest("a", [3, VOCAB_SIZE])])
     with pytest.raises(ValueError, match="'a' is in use"):
         engine.generate([GenerationRequest("a", [3]), GenerationRequest("a", [4])])
-    with pytest.raises(NotImplementedError, match="sliding"):
-        NativeEngine(tiny_model("mistral_window"))
 
 
 @pytest.mark.parametrize(
@@ -233,6 +238,8 @@ def test_what_the_engine_cannot_read_is_named() -> None:
     [
         (BartConfig(vocab_size=61, d_model=32, decoder_layers=1, is_decoder=True), "bart has positions that it counts"),
         (GemmaConfig(num_hidden_layers=1, use_bidirectional_attention=True), "gemma has attention to later tokens"),
+        (Gemma4TextConfig(num_hidden_layers=6), "gemma4_text has layers that differ in head_dim"),
+        (PhimoeConfig(num_hidden_layers=1, sliding_window=8), "phimoe has sliding_window=8 in its mask alone"),
     ],
 )
 def test_a_model_that_would_see_other_places_or_tokens_is_refused(config: PretrainedConfig, says: str) -> None:
@@ -247,7 +254,8 @@ def test_a_model_that_would_see_other_places_or_tokens_is_refused(config: Pretra
     [
         (StableLmConfig, "StableLmAttention does not hand keywords"),
         (FalconConfig, "model_type=falcon has layers that do not take"),
-        (Gemma2Config, "gemma2 has sliding_attention layers"),
+        (Gemma2Config, "Gemma2Attention uses attention soft-capping"),
+        (DogeConfig, "DogeAttention has an attention mask of its own making"),
     ],
 )
 def test_a_model_that_the_engine_does_not_compute_is_told_without_weights(

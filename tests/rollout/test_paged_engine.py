@@ -21,11 +21,11 @@ from dovetail.rollout.native.cuda.pages import FP8
 from dovetail.rollout.native.engine import NativeEngine
 from tests.models.tiny import tiny_model
 from tests.rollout import plain_ops, test_native_control, test_native_engine
-from tests.rollout.test_native_engine import plain_log_probs, prompts, requests, tokens, transformers_greedy
+from tests.rollout.test_native_engine import WINDOWED, plain_log_probs, prompts, requests, tokens, transformers_greedy
 
 pytestmark = pytest.mark.engine
 
-FAMILIES = ("llama", "llama_tied", "qwen2", "qwen3", "qwen3_moe", "mixtral")
+FAMILIES = ("llama", "llama_tied", "qwen2", "qwen3", "qwen3_moe", "mixtral", *WINDOWED)
 GREEDY = SamplingParams(temperature=0, max_new_tokens=20, ignore_eos=True)
 
 # Claims of the slot batch that do not count its steps. Greedy tokens and log-probs have tests of their own below.
@@ -81,7 +81,8 @@ def test_what_holds_for_slots_holds_for_pages(
 
 
 @pytest.mark.parametrize(
-    ("family", "fuse"), [*((family, True) for family in FAMILIES), ("qwen2", False), ("qwen3_moe", False)]
+    ("family", "fuse"),
+    [*((family, True) for family in (*FAMILIES, "qwen2_5_vl")), ("qwen2", False), ("qwen3_moe", False)],
 )
 def test_greedy_tokens_equal_transformers(family: str, fuse: bool) -> None:
     model = tiny_model(family)
@@ -238,8 +239,9 @@ def test_a_second_turn_prefills_only_what_is_new_and_keeps_its_log_probs(paged: 
     assert not paged or pages_held(engine) == 0
 
 
-def test_groups_prefill_a_common_prefix_once_together_and_later() -> None:
-    model = tiny_model("llama")
+@pytest.mark.parametrize("family", ["llama", "mistral_window"])
+def test_groups_prefill_a_common_prefix_once_together_and_later(family: str) -> None:
+    model = tiny_model(family)
     engine = paged_engine(model, max_num_seqs=8)
     system, *rest = prompts(7, seed=9, shortest=17, longest=17)
     rows = [[*system, *row] for row in rest]

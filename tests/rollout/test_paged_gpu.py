@@ -16,11 +16,11 @@ from dovetail.rollout.native.cuda.decoder import FusedDecoder
 from dovetail.rollout.native.cuda.kernels.ops import triton_ops
 from dovetail.rollout.native.engine import NativeEngine
 from tests.models.tiny import run_model, tiny_model
-from tests.rollout.test_native_engine import prompts, requests, tokens
+from tests.rollout.test_native_engine import WINDOWED, prompts, requests, tokens
 
 pytestmark = pytest.mark.gpu
 
-FAMILIES = ("llama", "llama_tied", "qwen2", "qwen3", "qwen3_moe", "mixtral")
+FAMILIES = ("llama", "llama_tied", "qwen2", "qwen3", "qwen3_moe", "mixtral", *WINDOWED)
 GREEDY = SamplingParams(temperature=0, max_new_tokens=20, ignore_eos=True)
 
 
@@ -56,7 +56,7 @@ def version_gaps(
     return {version: torch.cat(parts) for version, parts in gaps.items()}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "qwen2_5_vl"])
 def test_float32_tokens_and_log_probs_are_those_of_transformers(family: str) -> None:
     model = cuda_model(family)
     rows = prompts(8, longest=150)
@@ -121,9 +121,12 @@ def test_graphs_of_many_rows_share_the_memory_of_the_largest() -> None:
     assert 0 < sum(part["total_size"] for part in segments) < 1.5 * (1024 * 2 << 17)
 
 
-def test_graphs_and_overlap_change_nothing_for_small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("family", "fields"), [("qwen2", {}), ("mistral_window", {"sliding_window": 100})])
+def test_graphs_and_overlap_change_nothing_for_small_batches(
+    family: str, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Which program ends last is chance; what it adds up is not."""
-    model = cuda_model("qwen2", torch.bfloat16, intermediate_size=256, num_hidden_layers=6)
+    model = cuda_model(family, torch.bfloat16, intermediate_size=256, num_hidden_layers=6, **fields)
     rows = prompts(40, seed=5, longest=300)
     sampling = SamplingParams(max_new_tokens=100, ignore_eos=True)
     found = [
@@ -156,10 +159,12 @@ def test_raw_log_probs_are_those_at_temperature_1() -> None:
         assert a.log_probs == pytest.approx(b.log_probs, abs=1e-4)
 
 
-@pytest.mark.parametrize("is_few", [False, True])
-def test_bfloat16_log_probs_are_as_near_to_float32_as_those_of_a_plain_forward(is_few: bool) -> None:
+@pytest.mark.parametrize(
+    ("family", "is_few"), [("llama", False), ("llama", True), ("mistral_window", False), ("mistral_window", True)]
+)
+def test_bfloat16_log_probs_are_as_near_to_float32_as_those_of_a_plain_forward(family: str, is_few: bool) -> None:
     """bfloat16 rounds both; what must not happen is that the engine adds to it."""
-    model = cuda_model("llama", torch.bfloat16, intermediate_size=256 if is_few else 160)
+    model = cuda_model(family, torch.bfloat16, intermediate_size=256 if is_few else 160)
     assert (FusedDecoder(model, triton_ops())._small_batch is not None) == is_few
     rows = prompts(16, seed=4, longest=100)
     results = NativeEngine(model).generate(requests(rows, SamplingParams(max_new_tokens=64, ignore_eos=True)))
@@ -168,6 +173,22 @@ def test_bfloat16_log_probs_are_as_near_to_float32_as_those_of_a_plain_forward(i
     exact = torch.cat([plain_log_probs(exact_model, row, r, 1.0) for row, r in zip(rows, results, strict=True)])
     engine = torch.cat([torch.tensor(r.log_probs) for r in results])
     assert (engine - exact).abs().mean() <= 1.15 * (plain - exact).abs().mean()
+
+
+@pytest.mark.parametrize("window", [64, 100, 200])
+def test_windows_of_several_pages_have_the_log_probs_of_a_plain_forward(window: int) -> None:
+    """Pages hold 64 tokens; rows longer than the window and shorter ones, few rows with split keys and many."""
+    model = cuda_model("qwen2_window", sliding_window=window)
+    rows = [*prompts(3, seed=7, shortest=300, longest=400), *prompts(30, seed=8, longest=250)]
+    sampling = SamplingParams(max_new_tokens=80, ignore_eos=True)
+    engine = NativeEngine(model, max_num_seqs=33, max_prefill_tokens=500)
+    for part in (rows[:2], rows):
+        results = engine.generate(requests(part, sampling))
+        gaps = [
+            (torch.tensor(r.log_probs) - plain_log_probs(model, row, r, 1.0)).abs()
+            for row, r in zip(part, results, strict=True)
+        ]
+        assert torch.cat(gaps).mean() <= 1e-5
 
 
 def test_a_cache_of_fp8_takes_half_and_changes_log_probs_little() -> None:
@@ -331,7 +352,7 @@ def test_start_up_takes_seconds() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", ["llama_tied", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama_tied", "qwen2", "qwen3", "mistral_window"])
 def test_exact_log_probs_are_those_of_an_exact_trainer_to_the_bit(family: str, dtype: torch.dtype) -> None:
     model = cuda_model(family, dtype, hidden_size=256, intermediate_size=640)
     use_exact_modules(model)

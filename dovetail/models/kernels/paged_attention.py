@@ -24,6 +24,7 @@ def prefill_attention(
     *,
     block_size: int,
     heads_together: bool = False,
+    window: int | None = None,
 ) -> torch.Tensor:
     """Ragged prefill: query (tokens, heads * head size) holds segments end to end, their keys are in the pages already.
 
@@ -31,6 +32,7 @@ def prefill_attention(
     holds a segment's first packed token, its number of tokens, and how many tokens of its sequence lie before it.
     Row i of `table` lists the pages of segment i's sequence. With `heads_together`, for segments of one token, a block
     holds the query heads of one key head instead, so that its keys are read once: the same tiles, the same bits.
+    A token sees the last `window` tokens, itself included; pages that no query of a block sees are not read.
     """
     width = query.shape[1]
     _, num_kv, page_size, head_size = keys.shape
@@ -55,6 +57,7 @@ def prefill_attention(
         HEAD_PADDED=triton.next_power_of_2(head_size),
         PAGE=page_size,
         BLOCK=block_size,
+        WINDOW=window or 0,
         num_warps=4,
         num_stages=2,
     )
@@ -80,6 +83,7 @@ def _prefill_kernel(
     HEAD_PADDED: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr,  # 0: none
 ):
     block = tl.program_id(0)
     first_head = tl.program_id(1) * TOGETHER
@@ -97,11 +101,14 @@ def _prefill_kernel(
     query = tl.load(query_ptr + query_offsets, mask=query_mask, other=0.0)
     # The last key that the last query of this block sees.
     end = before + tl.minimum(start + BLOCK, num_tokens)
+    first_page = 0
+    if WINDOW:
+        first_page = tl.maximum(before + start + 1 - WINDOW, 0) // PAGE
 
     top = tl.full([BLOCK], float("-inf"), dtype=tl.float32)
     total = tl.zeros([BLOCK], dtype=tl.float32)
     acc = tl.zeros([BLOCK, HEAD_PADDED], dtype=tl.float32)
-    for index in range((end + PAGE - 1) // PAGE):
+    for index in range(first_page, (end + PAGE - 1) // PAGE):
         page = tl.load(table_ptr + segment * table_stride + index).to(tl.int64)
         positions = index * PAGE + offsets
         tile = (page * NUM_KV + first_head // GROUP) * PAGE * HEAD + offsets[:, None] * HEAD + columns[None, :]
@@ -109,10 +116,16 @@ def _prefill_kernel(
         key = tl.load(key_ptr + tile, mask=tile_mask, other=0.0).to(query.dtype)
         scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
         scores = tl.where(positions[None, :] <= before + rows[:, None], scores, float("-inf"))
-        # Every query sees position 0, so after the first page no maximum is -inf.
+        if WINDOW:
+            scores = tl.where(positions[None, :] > before + rows[:, None] - WINDOW, scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, axis=1))
-        weights = tl.exp2(scores - new_top[:, None])
-        shrink = tl.exp2(top - new_top)
+        base = new_top
+        if WINDOW:
+            # The first pages of a block may be before the window of a later query: -inf - -inf must not become NaN.
+            # Without a window every query sees position 0, so after the first page no maximum is -inf.
+            base = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weights = tl.exp2(scores - base[:, None])
+        shrink = tl.exp2(top - base)
         total = total * shrink + tl.sum(weights, axis=1)
         value = tl.load(value_ptr + tile, mask=tile_mask, other=0.0).to(query.dtype)
         acc = acc * shrink[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")

@@ -1,4 +1,5 @@
-"""Attention over the slot cache, plugged into Hugging Face models through `AttentionInterface`. Causal, full attention.
+"""Attention over the slot cache, plugged into Hugging Face models through `AttentionInterface`. Causal, full or with a
+sliding window; the cache keeps what has left the window.
 
 The models run on one packed row of tokens (1, T). Which sequence a token belongs to is known only here: a step object
 travels to each layer as the keyword `kv_step`, writes the layer's new keys and values and attends over the cache.
@@ -27,9 +28,16 @@ _CPU_CALL_TOKENS = 48
 
 class KVStep(Protocol):
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float,
+        window: int | None,
     ) -> torch.Tensor:
-        """Attention output (1, T, heads * head size) for query (1, heads, T, head size), key and value alike."""
+        """Attention output (1, T, heads * head size) for query (1, heads, T, head size), key and value alike. A token
+        sees the last `window` tokens, itself included."""
         ...
 
 
@@ -45,23 +53,38 @@ class Segment:
     def end(self) -> int:
         return self.start + self.length
 
+    def cut(self, length: int) -> list[Segment]:
+        """The same tokens in segments of at most `length`."""
+        starts = range(self.start, self.end, length)
+        return [Segment(self.slot, start, min(length, self.end - start)) for start in starts]
+
 
 class PrefillStep:
-    """Ragged prefill: one SDPA call per segment, no padding between them."""
+    """Ragged prefill: one SDPA call per segment, no padding between them.
+
+    With a window a segment is cut as prefill in chunks cuts it, so that a call reads less than two windows of keys.
+    """
 
     def __init__(self, cache: SlotKVCache, segments: Sequence[Segment], device: torch.device) -> None:
         self.cache = cache
         self.segments = segments
-        self.masks = [_continuation_mask(segment, device) if segment.start else None for segment in segments]
+        self.device = device
+        self._masked: dict[int | None, list[tuple[Segment, int, torch.Tensor | None]]] = {}
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float,
+        window: int | None,
     ) -> torch.Tensor:
         cached_keys, cached_values = self.cache.layer(layer, key, value)
         num_heads, num_kv = query.shape[1], key.shape[1]
         outputs = []
         offset = 0
-        for segment, mask in zip(self.segments, self.masks, strict=True):
+        for segment, first, mask in self._segments_of(window):
             tokens = slice(offset, offset + segment.length)
             offset += segment.length
             slot_keys, slot_values = cached_keys[segment.slot], cached_values[segment.slot]
@@ -72,14 +95,25 @@ class PrefillStep:
             grouped = query[0, :, tokens].unflatten(0, (num_kv, num_heads // num_kv))
             attended = F.scaled_dot_product_attention(
                 grouped,
-                slot_keys[:, None, : segment.end].expand(-1, grouped.shape[1], -1, -1),
-                slot_values[:, None, : segment.end].expand(-1, grouped.shape[1], -1, -1),
+                slot_keys[:, None, first : segment.end].expand(-1, grouped.shape[1], -1, -1),
+                slot_values[:, None, first : segment.end].expand(-1, grouped.shape[1], -1, -1),
                 attn_mask=mask,
                 is_causal=mask is None,
                 scale=scaling,
             )
             outputs.append(attended.flatten(0, 1).transpose(0, 1).reshape(segment.length, -1))
         return torch.cat(outputs).unsqueeze(0)
+
+    def _segments_of(self, window: int | None) -> list[tuple[Segment, int, torch.Tensor | None]]:
+        """Segments, the first key that one of its tokens sees, and a mask where plain causal attention is not right."""
+        if window not in self._masked:
+            cut = self.segments if window is None else [part for whole in self.segments for part in whole.cut(window)]
+            firsts = [0 if window is None else max(0, segment.start + 1 - window) for segment in cut]
+            self._masked[window] = [
+                (segment, first, _continuation_mask(segment, first, window, self.device) if segment.start else None)
+                for segment, first in zip(cut, firsts, strict=True)
+            ]
+        return self._masked[window]
 
 
 class ExactStep:
@@ -90,7 +124,13 @@ class ExactStep:
         self.segments = segments
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float,
+        window: int | None,
     ) -> torch.Tensor:
         cached_keys, cached_values = self.cache.layer(layer, key, value)
         outputs: list[torch.Tensor] = []
@@ -99,7 +139,7 @@ class ExactStep:
             for position in range(segment.start, segment.end):
                 token = len(outputs)
                 keys[:, position], values[:, position] = key[0, :, token], value[0, :, token]
-                seen = slice(position + 1)
+                seen = slice(0 if window is None else max(0, position + 1 - window), position + 1)
                 outputs.append(attend_token(query[0, :, token], keys[:, seen], values[:, seen], scaling).flatten())
         return torch.stack(outputs).unsqueeze(0)
 
@@ -116,17 +156,18 @@ class DecodeStep:
     ) -> None:
         self.cache = cache
         self.positions = positions
-        self.spans = [(first, last, max(lengths[first:last])) for first, last in spans]
-        ragged = [min(lengths[first:last]) != longest for first, last, longest in self.spans]
-        self.visible = (
-            torch.arange(max(lengths), device=positions.device) <= positions.unsqueeze(-1) if any(ragged) else None
-        )
-        self.ragged = ragged
-        self._masks: list[torch.Tensor | None] | None = None
+        self.spans = [(first, last, min(lengths[first:last]), max(lengths[first:last])) for first, last in spans]
+        self._masked: dict[int | None, list[tuple[slice, slice, torch.Tensor | None]]] = {}
         self._targets: dict[int, torch.Tensor] = {}
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float,
+        window: int | None,
     ) -> torch.Tensor:
         cached_keys, cached_values = self.cache.layer(layer, key, value)
         num_rows, num_kv = key.shape[2], key.shape[1]
@@ -136,13 +177,9 @@ class DecodeStep:
         folded = query[0].transpose(0, 1).unflatten(1, (num_kv, query.shape[1] // num_kv))
         outputs = [
             F.scaled_dot_product_attention(
-                folded[first:last],
-                cached_keys[first:last, :, :longest],
-                cached_values[first:last, :, :longest],
-                attn_mask=mask,
-                scale=scaling,
+                folded[rows], cached_keys[rows, :, seen], cached_values[rows, :, seen], attn_mask=mask, scale=scaling
             )
-            for (first, last, longest), mask in zip(self.spans, self._span_masks(query.dtype), strict=True)
+            for rows, seen, mask in self._spans_of(window, query.dtype)
         ]
         attended = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return attended.reshape(1, num_rows, -1)
@@ -156,17 +193,24 @@ class DecodeStep:
             self._targets[num_kv] = flat.flatten()
         return self._targets[num_kv]
 
-    def _span_masks(self, dtype: torch.dtype) -> list[torch.Tensor | None]:
-        if self._masks is None:
-            self._masks = [None] * len(self.spans)
-            if self.visible is not None:
-                # Additive, in the dtype of the query: SDPA on CPU is slower with a boolean mask.
-                bias = torch.zeros(self.visible.shape, dtype=dtype, device=self.visible.device)
-                bias.masked_fill_(~self.visible, float("-inf"))
-                for i, (first, last, longest) in enumerate(self.spans):
-                    if self.ragged[i]:
-                        self._masks[i] = bias[first:last, None, None, :longest]
-        return self._masks
+    def _spans_of(self, window: int | None, dtype: torch.dtype) -> list[tuple[slice, slice, torch.Tensor | None]]:
+        """Rows, the keys that one of them sees, and a mask where another does not see all of these."""
+        if window not in self._masked:
+            bias = self._bias(window, dtype) if any(short != long for *_, short, long in self.spans) else None
+            self._masked[window] = spans = []
+            for first, last, shortest, longest in self.spans:
+                seen = slice(0 if window is None else max(0, shortest - window), longest)
+                ragged = bias is not None and shortest != longest
+                spans.append((slice(first, last), seen, bias[first:last, None, None, seen] if ragged else None))
+        return self._masked[window]
+
+    def _bias(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+        """(rows, keys). Additive, in the dtype of the query: SDPA on CPU is slower with a boolean mask."""
+        keys = torch.arange(max(longest for *_, longest in self.spans), device=self.positions.device)
+        hidden = keys > self.positions.unsqueeze(-1)
+        if window is not None:
+            hidden |= keys <= self.positions.unsqueeze(-1) - window
+        return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
 
 
 def plan_spans(lengths: Sequence[int]) -> list[tuple[int, int]]:
@@ -195,6 +239,7 @@ def _attention(
     dropout: float = 0.0,
     *,
     kv_step: KVStep | None = None,
+    sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     **_: object,
@@ -202,6 +247,11 @@ def _attention(
     if softcap is not None or s_aux is not None:
         raise NotImplementedError(
             f"{type(module).__name__} uses attention soft-capping or sinks, which the native engine does not compute; "
+            "use rollout.name=vllm or sglang for this model."
+        )
+    if attention_mask is not None:
+        raise NotImplementedError(
+            f"{type(module).__name__} has an attention mask of its own making, which the native engine does not read; "
             "use rollout.name=vllm or sglang for this model."
         )
     if kv_step is None:
@@ -212,12 +262,14 @@ def _attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer = module.layer_idx
     assert isinstance(layer, int), "transformers numbers its attention layers"
-    return kv_step.attend(layer, query, key, value, scale), None
+    return kv_step.attend(layer, query, key, value, scale, sliding_window), None
 
 
-def _continuation_mask(segment: Segment, device: torch.device) -> torch.Tensor:
-    positions = torch.arange(segment.start, segment.end, device=device)
-    return torch.arange(segment.end, device=device) <= positions.unsqueeze(-1)
+def _continuation_mask(segment: Segment, first: int, window: int | None, device: torch.device) -> torch.Tensor:
+    """Which of the keys from `first` on the segment's tokens see."""
+    positions = torch.arange(segment.start, segment.end, device=device).unsqueeze(-1)
+    keys = torch.arange(first, segment.end, device=device)
+    return keys <= positions if window is None else (keys <= positions) & (keys > positions - window)
 
 
 def _flat(cached: torch.Tensor) -> torch.Tensor:

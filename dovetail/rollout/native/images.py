@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from dovetail.models.backbone import concat_multi_modal_inputs
-from dovetail.models.multimodal import multimodal_position_ids
+from dovetail.models.multimodal import image_mask_keyword, multimodal_position_ids
 from dovetail.rollout.base import GenerationRequest, UnsupportedPromptError
 from dovetail.rollout.native.attention import Segment
 from dovetail.rollout.native.scheduler import Sample
@@ -24,6 +24,11 @@ def check_images(model: PreTrainedModel, request: GenerationRequest) -> None:
     """UnsupportedPromptError for what this model cannot be given; ValueError where tokens and images do not match."""
     media = request.multi_modal or {}
     name = f"request {request.request_id!r} carries {', '.join(media)}"
+    if image_mask_keyword(model) is not None:
+        raise UnsupportedPromptError(
+            f"{name}; the tokens of an image see each other in model_type={model.config.model_type}, and the native "
+            "engine computes causal attention only. Use rollout.name=vllm."
+        )
     if not hasattr(model.base_model, "get_image_features"):
         raise UnsupportedPromptError(f"{name}; model_type={model.config.model_type} reads token ids only.")
     if not any(key.startswith("pixel_values") for key in media) or not all(map(torch.is_tensor, media.values())):

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from dovetail.models.backbone import window_in_mask_only
 from dovetail.models.load import auto_class, load_config
 from dovetail.models.logits import leaves_out_scale
 from dovetail.models.longrope import use_one_set
@@ -114,7 +115,9 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
 class _FirstStep:
     """A `KVStep` that ends the model's call: attention has asked for nothing that is not computed."""
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
+    ) -> Tensor:
         raise EOFError(f"layer {layer} attends")
 
 
@@ -139,9 +142,12 @@ def _attention_of(config: PreTrainedConfig) -> str | dict[str, str]:
 def _check_supported(model: PreTrainedModel) -> None:
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ())
-    other = f"{', '.join(sorted(kinds - {'full_attention'}))} layers" if kinds - {"full_attention"} else ""
-    if not kinds and getattr(config, "sliding_window", None) is not None:
-        other = f"sliding_window={config.sliding_window}"
+    kinds -= {"full_attention", "sliding_attention"}
+    other = f"{', '.join(sorted(kinds))} layers" if kinds else ""
+    if not other and getattr(config, "is_heterogeneous", False):
+        other = f"layers that differ in {', '.join(sorted(config.per_layer_attributes))}"
+    if not other and (window := window_in_mask_only(config)) is not None:
+        other = f"sliding_window={window} in its mask alone"
     # Others compute attention with code of their own, whatever their config says, and would never see the cache.
     is_ours = config._attn_implementation == ATTENTION_NAME and model._can_set_attn_implementation()
     if not other and (model._is_stateful or not is_ours):
@@ -157,6 +163,6 @@ def _check_supported(model: PreTrainedModel) -> None:
         )
     if other:
         raise NotImplementedError(
-            f"model_type={config.model_type} has {other}; the native engine computes full causal attention only. "
-            "Use rollout.name=vllm or sglang for this model."
+            f"model_type={config.model_type} has {other}; the native engine computes causal attention only, in full or "
+            "in the sliding windows that layers ask for. Use rollout.name=vllm or sglang for this model."
         )

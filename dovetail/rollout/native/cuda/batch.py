@@ -356,7 +356,7 @@ class PagedBatch:
 
 
 def _kv_shape(model: PreTrainedModel, page_size: int, dtype: torch.dtype) -> KVShape:
-    config = model.config
+    config = model.config.get_text_config()
     heads = int(config.num_attention_heads)
     return KVShape(
         num_layers=int(config.num_hidden_layers),

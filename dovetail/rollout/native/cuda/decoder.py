@@ -34,6 +34,8 @@ def build_decoder(model: PreTrainedModel, ops: Ops, *, fuse: bool = True) -> Pla
 
 def can_be_captured(model: PreTrainedModel) -> bool:
     """Whether a step of this model can be a CUDA graph: no sizes or branches that depend on values on the device."""
+    if hasattr(model.config, "vision_config"):
+        return False  # its forward looks for images
     experts = any(hasattr(module, "gate_up_proj") and hasattr(module, "num_experts") for module in model.modules())
     # In other dtypes than bfloat16 transformers multiplies experts one by one, each with a size read from the device.
     return not has_moving_rope(model) and (not experts or model.dtype == torch.bfloat16)
@@ -72,7 +74,8 @@ class FusedDecoder:
         self._base: Any = base
         self._head: Any = model.get_output_embeddings()
         self._is_dense = [hasattr(layer.mlp, "gate_proj") for layer in base.layers]
-        self._small_batch = SmallBatch(model, ops) if SmallBatch.supports(model, ops) else None
+        self._windows = [_window_of(layer.self_attn) for layer in base.layers]
+        self._small_batch = SmallBatch(model, ops, self._windows) if SmallBatch.supports(model, ops) else None
 
     def fill(self, tokens: torch.Tensor, positions: torch.Tensor, step: PagedStep) -> None:
         self._hidden(tokens, positions, step)
@@ -132,7 +135,7 @@ class FusedDecoder:
             key_norm=None if key_norm is None else key_norm.weight,
             eps=0.0 if query_norm is None else query_norm.variance_epsilon,
         )
-        return step.attention(index, query, module.scaling)
+        return step.attention(index, query, module.scaling, self._windows[index])
 
     def _gated(self, module: Any, hidden: torch.Tensor) -> torch.Tensor:
         if module.gate_proj.bias is not None:
@@ -144,3 +147,10 @@ class FusedDecoder:
         if linear.bias is not None:
             return self._ops.add_rms_norm(linear(x), residual, norm.weight, norm.variance_epsilon)
         return self._ops.linear_add_norm(x, linear.weight, residual, norm.weight, norm.variance_epsilon)
+
+
+def _window_of(attention: Any) -> int | None:
+    """What the module's own forward tells attention. Mistral and Mixtral read their config; Llama has no window."""
+    if type(attention).__name__ in ("MistralAttention", "MixtralAttention"):
+        return getattr(attention.config, "sliding_window", None)
+    return getattr(attention, "sliding_window", None)

@@ -23,8 +23,9 @@ class PagedStep(Protocol):
     max_length: int
     """No position of the step's tokens is larger."""
 
-    def attention(self, layer: int, query: torch.Tensor, scaling: float) -> torch.Tensor:
-        """Attention of query (tokens, heads * head size) over the pages, which hold this step's own entries already."""
+    def attention(self, layer: int, query: torch.Tensor, scaling: float, window: int | None) -> torch.Tensor:
+        """Attention of query (tokens, heads * head size) over the pages, which hold this step's own entries already.
+        A token sees the last `window` tokens, itself included."""
         ...
 
 
@@ -35,14 +36,20 @@ class PlainAttend:
         self._step = step
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float,
+        window: int | None,
     ) -> torch.Tensor:
         flat_query, flat_key, flat_value = (x[0].transpose(0, 1).flatten(1).contiguous() for x in (query, key, value))
         pool = self._step.pool
         self._step.ops.rotate_and_store(
             flat_query, flat_key, flat_value, pool.keys[layer], pool.values[layer], self._step.targets, None
         )
-        return self._step.attention(layer, flat_query, scaling).unsqueeze(0)
+        return self._step.attention(layer, flat_query, scaling, window).unsqueeze(0)
 
 
 class PagedDecode:
@@ -66,7 +73,7 @@ class PagedDecode:
         self.max_length = table.shape[1] * pool.shape.page_size
         self._table, self._slots, self._lengths, self._num_splits = table, slots, lengths, num_splits
 
-    def attention(self, layer: int, query: torch.Tensor, scaling: float) -> torch.Tensor:
+    def attention(self, layer: int, query: torch.Tensor, scaling: float, window: int | None) -> torch.Tensor:
         return self.ops.decode_attention(
             query,
             self.pool.keys[layer],
@@ -76,6 +83,7 @@ class PagedDecode:
             self._lengths,
             scaling,
             num_splits=self._num_splits,
+            window=window,
         )
 
 
@@ -108,7 +116,7 @@ class PagedPrefill:
         self._table = upload(table, torch.int32, device)
         self.max_length = table.shape[1] * size
 
-    def attention(self, layer: int, query: torch.Tensor, scaling: float) -> torch.Tensor:
+    def attention(self, layer: int, query: torch.Tensor, scaling: float, window: int | None) -> torch.Tensor:
         return self.ops.prefill_attention(
             query,
             self.pool.keys[layer],
@@ -118,4 +126,5 @@ class PagedPrefill:
             self._segments,
             scaling,
             block_size=QUERY_BLOCK,
+            window=window,
         )

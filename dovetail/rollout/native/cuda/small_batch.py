@@ -5,6 +5,7 @@ Reads the model's own weights, as they are; see `kernels.small_batch` for how a 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,14 +20,16 @@ _MOVING_ROPE = frozenset({"dynamic", "longrope"})
 
 def has_moving_rope(model: PreTrainedModel) -> bool:
     rope: Any = getattr(model.config, "rope_parameters", None) or {}
-    return rope.get("rope_type", "default") in _MOVING_ROPE
+    ropes = [rope, *(part for part in rope.values() if isinstance(part, dict))]  # some have one for each kind of layer
+    return any(part.get("rope_type") in _MOVING_ROPE for part in ropes)
 
 
 class SmallBatch:
     """`hidden` is what `FusedDecoder` computes, for few rows and a step with `locks`."""
 
-    def __init__(self, model: PreTrainedModel, ops: Ops) -> None:
+    def __init__(self, model: PreTrainedModel, ops: Ops, windows: Sequence[int | None]) -> None:
         self._ops = ops
+        self._windows = windows
         self._base: Any = model.base_model
         self._rotation: tuple[torch.Tensor, torch.Tensor] | None = None
 
@@ -65,7 +68,7 @@ class SmallBatch:
                 step.pool.values[index],
                 step.targets,
             )
-            attended = step.attention(index, query, attention.scaling)
+            attended = step.attention(index, query, attention.scaling, self._windows[index])
             scaled = kernels.linear_add(attended, attention.o_proj.weight, residual, between.weight, step.locks)
             activated = kernels.norm_gated(scaled, between.variance_epsilon, mlp.gate_proj.weight, mlp.up_proj.weight)
             scaled = kernels.linear_add(activated, mlp.down_proj.weight, residual, norms[index + 1].weight, step.locks)

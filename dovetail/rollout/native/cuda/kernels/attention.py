@@ -34,11 +34,13 @@ def decode_attention(
     scaling: float,
     *,
     num_splits: int = 1,
+    window: int | None = None,
 ) -> torch.Tensor:
     """One query token per row: query (rows, heads * head size), `slots` the table row of each, `lengths` its keys.
 
     A row of length 0 reads nothing and gives zeros. `num_splits` programs share the keys of one sequence, and a second
-    kernel puts their parts together: worth it when there are fewer (row, kv head) pairs than multiprocessors.
+    kernel puts their parts together: worth it when there are fewer (row, kv head) pairs than multiprocessors. A token
+    sees the last `window` keys; pages before them are not read.
     """
     rows, width = query.shape
     _, num_kv, page_size, head_size = keys.shape
@@ -71,6 +73,7 @@ def decode_attention(
         HEAD_PADDED=padded,
         PAGE=page_size,
         SPLITS=num_splits,
+        WINDOW=window or 0,
         STAGES=stages,
         OVERLAP=overlap,
         num_warps=warps,
@@ -128,6 +131,7 @@ def _decode_kernel(
     HEAD_PADDED: tl.constexpr,
     PAGE: tl.constexpr,
     SPLITS: tl.constexpr,
+    WINDOW: tl.constexpr,  # 0: none
     STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -142,8 +146,13 @@ def _decode_kernel(
     query_offsets = (row * NUM_KV + head) * GROUP * HEAD + heads[:, None] * HEAD + columns[None, :]
     query_mask = (heads[:, None] < GROUP) & (columns[None, :] < HEAD)
     num_pages = (length + PAGE - 1) // PAGE
-    pages_each = (num_pages + SPLITS - 1) // SPLITS
-    first = split * pages_each
+    if WINDOW:
+        first_page = tl.maximum(length - WINDOW, 0) // PAGE
+        pages_each = (num_pages - first_page + SPLITS - 1) // SPLITS
+        first = first_page + split * pages_each
+    else:
+        pages_each = (num_pages + SPLITS - 1) // SPLITS
+        first = split * pages_each
     last = tl.minimum(first + pages_each, num_pages)
     follow(OVERLAP)
     query = tl.load(query_ptr + query_offsets, mask=query_mask, other=0.0)
@@ -155,6 +164,8 @@ def _decode_kernel(
         page = tl.load(table_ptr + slot * table_stride + index).to(tl.int64)
         positions = index * PAGE + offsets
         inside = positions < length
+        if WINDOW:
+            inside = inside & (positions >= length - WINDOW)
         tile = (page * NUM_KV + head) * PAGE * HEAD + offsets[:, None] * HEAD + columns[None, :]
         tile_mask = inside[:, None] & (columns[None, :] < HEAD)
         key = tl.load(key_ptr + tile, mask=tile_mask, other=0.0).to(query.dtype)

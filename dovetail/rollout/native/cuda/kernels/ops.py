@@ -41,17 +41,19 @@ def exact_ops(ops: Ops) -> Ops:
 
     def decode_attention(
         query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, table: torch.Tensor, slots: torch.Tensor,
-        lengths: torch.Tensor, scaling: float, **unused: int,
+        lengths: torch.Tensor, scaling: float, *, num_splits: int = 1, window: int | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """Every row as a prompt's last token."""
+        del num_splits  # one program reads all keys of a row, in their order
         rows = torch.arange(slots.shape[0], dtype=torch.int32, device=slots.device)
         segments = torch.zeros((table.shape[0], 3), dtype=torch.int32, device=slots.device)
         # A row without keys, which fills the batch up, reads one of the slot that nobody has.
         segments[slots.long()] = torch.stack([rows, torch.ones_like(rows), lengths.int().clamp(min=1) - 1], dim=1)
         blocks = torch.stack([slots.int(), torch.zeros_like(rows)], dim=1)
         return ops.prefill_attention(
-            query, keys, values, table, blocks, segments, scaling, block_size=QUERY_BLOCK, heads_together=True
-        )
+            query, keys, values, table, blocks, segments, scaling, block_size=QUERY_BLOCK, heads_together=True,
+            window=window,
+        )  # fmt: skip
 
     def draw(
         logits: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, state: SlotState, tokens: torch.Tensor,
