@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 _FEW_TOKENS = 1 << 12
 _BLOCK = 128
+_ALIGNED = 16
 # Until it is measured on a GPU.
 _KEEPS_GRADIENT = True
 _CHUNK_BYTES = {"cpu": 1 << 27, "cuda": 1 << 30}
@@ -28,8 +29,10 @@ def default_chunk_size(weight: Tensor) -> int:
 
 
 def chunk_rows(num_tokens: int, device: torch.device) -> int:
-    """The same for a vocabulary of `num_tokens`."""
-    return max(1, _CHUNK_BYTES.get(device.type, 1 << 27) // (4 * num_tokens))
+    """The same for a vocabulary of `num_tokens`. Triton compiles a kernel once more for parts of a column that begin
+    at no multiple of 16 bytes."""
+    rows = _CHUNK_BYTES.get(device.type, 1 << 27) // (4 * num_tokens)
+    return max(1, rows - rows % _ALIGNED if rows > _ALIGNED else rows)
 
 
 class Float32Head(nn.Linear):

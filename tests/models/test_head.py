@@ -10,6 +10,7 @@ from dovetail.models.head import (
     Float32Head,
     add_product,
     adds_in_product,
+    chunk_rows,
     float32_logits,
     fused_linear_log_prob,
     kept_log_probs,
@@ -86,6 +87,14 @@ def test_a_kept_gradient_in_bfloat16_is_as_near_to_float32_as_one_computed_again
         gradients = torch.autograd.grad(_loss(found.log_probs, None), (hidden, weight))
         errors.append([(got.float() - want).norm() / want.norm() for got, want in zip(gradients, wanted, strict=True)])
     assert all(kept < 1.1 * again for again, kept in zip(*errors, strict=True)), errors
+
+
+def test_every_chunk_begins_where_kernels_expect_it() -> None:
+    device = torch.device("cuda")
+    rows = chunk_rows(151_936, device)
+    assert rows % 16 == 0
+    assert 2**30 - 16 * 4 * 151_936 < rows * 4 * 151_936 <= 2**30
+    assert [chunk_rows(2**size, device) for size in (26, 28, 30)] == [4, 1, 1]
 
 
 def test_plain_head_equals_log_softmax_and_categorical_entropy() -> None:

@@ -24,7 +24,9 @@ class TritonRows:
         logits: Tensor, labels: Tensor, temperature: float, need_entropy: bool
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         rows, vocabulary = logits.shape
-        log_probs, normalizer, entropy = torch.empty(3, rows, device=logits.device, dtype=torch.float32)
+        # Not one tensor cut in three: Triton would compile once more for each number of rows that aligns otherwise.
+        log_probs = torch.empty(rows, device=logits.device, dtype=torch.float32)
+        normalizer, entropy = torch.empty_like(log_probs), torch.empty_like(log_probs)
         _forward_kernel[(rows,)](
             logits,
             logits.stride(0),
