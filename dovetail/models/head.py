@@ -17,6 +17,9 @@ from torch.utils.checkpoint import checkpoint
 
 _FEW_TOKENS = 1 << 12
 _BLOCK = 128
+_ALIGNED = 16
+# Until it is measured on a GPU.
+_KEEPS_GRADIENT = True
 _CHUNK_BYTES = {"cpu": 1 << 27, "cuda": 1 << 30}
 
 
@@ -26,8 +29,10 @@ def default_chunk_size(weight: Tensor) -> int:
 
 
 def chunk_rows(num_tokens: int, device: torch.device) -> int:
-    """The same for a vocabulary of `num_tokens`."""
-    return max(1, _CHUNK_BYTES.get(device.type, 1 << 27) // (4 * num_tokens))
+    """The same for a vocabulary of `num_tokens`. Triton compiles a kernel once more for parts of a column that begin
+    at no multiple of 16 bytes."""
+    rows = _CHUNK_BYTES.get(device.type, 1 << 27) // (4 * num_tokens)
+    return max(1, rows - rows % _ALIGNED if rows > _ALIGNED else rows)
 
 
 class Float32Head(nn.Linear):
@@ -358,12 +363,14 @@ def fused_linear_log_prob(
     bias: Tensor | None = None,
     use_triton: bool | None = None,
     need_sum_squares: bool = False,
+    keep_gradient: bool | None = None,
 ) -> LogProbs:
     """The same from `hidden [N, H]` and `weight [V, H]`, chunk by chunk. Gradients go to hidden, weight and bias.
 
     `chunk_size` counts rows; by default a chunk of logits takes 128 MiB on CPU and 1 GiB on CUDA. Matrix products run
     in the autocast type, or in the type of `hidden`; sums over the vocabulary and the weight's gradient over chunks are
-    accumulated in float32. `use_triton` is `None` for "on CUDA, if Triton is there".
+    accumulated in float32. `use_triton` is `None` for "on CUDA, if Triton is there". `keep_gradient` holds `[N, V]` in
+    the type of the products from forward to backward, in the place of a second product; not with entropy.
     """
     if hidden.dim() != 2 or labels.shape != hidden.shape[:1]:
         raise ValueError(f"hidden must be [N, H] and labels [N]; got {tuple(hidden.shape)} and {tuple(labels.shape)}.")
@@ -371,9 +378,13 @@ def fused_linear_log_prob(
         chunk_size = default_chunk_size(weight)
     if use_triton is None:
         use_triton = hidden.is_cuda and _triton_is_here()
-    log_probs, entropy = _FusedLinearLogProb.apply(
-        hidden, weight, bias, labels, float(temperature), need_entropy, int(chunk_size), use_triton
-    )
+    if keep_gradient is None:
+        keep_gradient = _KEEPS_GRADIENT and use_triton
+    settings = float(temperature), int(chunk_size), use_triton
+    if keep_gradient and not need_entropy and torch.is_grad_enabled():
+        log_probs, entropy = _KeptLinearLogProb.apply(hidden, weight, bias, labels, *settings), None
+    else:
+        log_probs, entropy = _FusedLinearLogProb.apply(hidden, weight, bias, labels, need_entropy, *settings)
     squares = None
     if need_sum_squares:
         squares = _sum_squares_in_chunks(hidden, weight, bias, float(temperature), int(chunk_size))
@@ -404,8 +415,8 @@ class _FusedLinearLogProb(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         labels: Tensor,
-        temperature: float,
         need_entropy: bool,
+        temperature: float,
         chunk_size: int,
         use_triton: bool,
     ) -> tuple[Tensor, Tensor]:
@@ -466,8 +477,55 @@ class _FusedLinearLogProb(torch.autograd.Function):
         )
 
 
+class _KeptLinearLogProb(torch.autograd.Function):
+    """Without entropy the gradient over a row's logits is that of its log-prob times one number, which comes last: the
+    products take it as a factor of their rows."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        temperature: float,
+        chunk_size: int,
+        use_triton: bool,
+    ) -> Tensor:
+        device = hidden.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+        rows = _triton_rows() if use_triton else _TorchRows
+        log_probs = hidden.new_empty(hidden.size(0), dtype=torch.float32)
+        d_logits = hidden.new_empty(hidden.size(0), weight.size(0), dtype=dtype)
+        with torch.autocast(device, enabled=False):
+            matrix = weight.to(dtype)
+            for start in range(0, hidden.size(0), chunk_size):
+                part = slice(start, start + chunk_size)
+                logits = _logits(hidden[part].to(dtype), matrix, bias)
+                log_probs[part], normalizer, _ = rows.forward(logits, labels[part], temperature, False)
+                rows.gradient(logits, labels[part], normalizer, temperature, d_logits[part])
+        ctx.save_for_backward(hidden, weight, bias, d_logits)
+        return log_probs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, d_logits = ctx.saved_tensors
+        factor, dtype = grads[0].float().unsqueeze(-1), d_logits.dtype
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        grad_hidden = grad_weight = grad_bias = None
+        with torch.autocast(hidden.device.type, enabled=False):
+            if needs_hidden:
+                grad_hidden = (float32_logits(d_logits, weight.to(dtype).t()) * factor).to(hidden.dtype)
+            if needs_weight:
+                rows = (hidden.float() * factor).to(dtype)
+                grad_weight = float32_logits(d_logits.t(), rows.t()).to(weight.dtype)
+            if needs_bias:
+                grad_bias = (d_logits.t() @ factor.to(dtype)).squeeze(-1).to(bias.dtype)
+        return grad_hidden, grad_weight, grad_bias, *([None] * 4)
+
+
 class _TorchRows:
-    """What happens to one chunk of float32 logits `[C, V]`. The Triton sibling has the same two functions."""
+    """What happens to one chunk of float32 logits `[C, V]`. The Triton sibling has the same three functions."""
 
     @staticmethod
     def forward(
@@ -497,6 +555,12 @@ class _TorchRows:
         d_logits = gradient_without_labels(log_p, entropy, grad_log_probs, grad_entropy)
         d_logits.scatter_add_(-1, labels.unsqueeze(-1), grad_log_probs.unsqueeze(-1))
         return d_logits.div_(temperature).to(dtype)
+
+    @staticmethod
+    def gradient(logits: Tensor, labels: Tensor, normalizer: Tensor, temperature: float, out: Tensor) -> None:
+        """That of the log-probs, into `out`, from the logits as `forward` leaves them."""
+        d_logits = logits.sub_(normalizer.unsqueeze(-1)).exp_().neg_()
+        out.copy_(d_logits.scatter_add_(-1, labels.unsqueeze(-1), torch.ones_like(d_logits[:, :1])).div_(temperature))
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

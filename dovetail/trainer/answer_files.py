@@ -1,16 +1,20 @@
 """The files of a step's answers: the run folder's, and those of `trainer.rollout_data_dir` and `validation_data_dir`.
 
-Written in a thread of their own, beside the step; every file appears only when it is complete.
+Written in a thread of their own, beside the step; every file appears only when it is complete. In one process with the
+trainer, that thread holds the interpreter while the update launches its kernels, and the device waits for them. So it
+pauses after every row, as long as the update runs.
 """
 
 from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -22,6 +26,9 @@ from dovetail.rewards.columns import dump_records
 from dovetail.trainer.answers import RolloutRows
 from dovetail.trainer.validation import Validation
 
+T = TypeVar("T")
+# Of the time that a row took: the thread has a quarter of the interpreter's time. 0 turns it off until it is measured.
+_PAUSE = 3.0
 Dump = Callable[[DataProto, list[str]], list[dict[str, Any]]]
 
 
@@ -32,10 +39,14 @@ class AnswerFiles:
         self._folder = folder
         self._settings = settings
         self._work = Background("answers")
+        self._hurry = threading.Event()
         self._driver_tokenizer = tokenizer
         self._load_tokenizer = _copied_later(tokenizer)
 
     def write_training(self, step: int, batch: DataProto) -> None:
+        """With pauses, until `hurry`."""
+        self.wait()
+        self._hurry.clear()
         self._work.submit(lambda: self._write_training(step, batch))
 
     def write_validation(self, step: int, validation: Validation) -> None:
@@ -52,10 +63,16 @@ class AnswerFiles:
 
         return dump
 
+    def hurry(self) -> None:
+        """The update is over; what comes next must not find the thread still at work."""
+        self._hurry.set()
+
     def wait(self) -> None:
+        self.hurry()
         self._work.wait()
 
     def close(self) -> None:
+        self.hurry()
         self._work.close()
 
     @cached_property
@@ -70,9 +87,9 @@ class AnswerFiles:
     def _write_training(self, step: int, batch: DataProto) -> None:
         batch = _scored_first(batch)
         if self._settings.rollout_data_dir is None:
-            self._folder.write_answers(step, self._rows.of(batch))
+            self._folder.write_answers(step, paced(self._rows.of(batch), self._hurry))
             return
-        rows = list(self._rows.of(batch))
+        rows = list(paced(self._rows.of(batch), self._hurry))
         self._folder.write_answers(step, rows)
         answers = [row["response"] for row in rows]
         self._write_dump("rollout_data_dir", step, dump_records(batch, self._tokenizer, answers, step))
@@ -85,6 +102,15 @@ class AnswerFiles:
     def _write_dump(self, key: str, step: int, rows: list[dict[str, Any]]) -> None:
         file = Path(getattr(self._settings, key)) / f"{step}.jsonl"
         write_json_lines(file, rows, advice=f"free some space, or set trainer.{key} to another disk")
+
+
+def paced(rows: Iterable[T], hurry: threading.Event) -> Iterator[T]:
+    """`rows`, with a pause after each, until `hurry` is set."""
+    began = time.thread_time()
+    for row in rows:
+        yield row
+        hurry.wait(_PAUSE * (time.thread_time() - began))
+        began = time.thread_time()
 
 
 def _copied_later(tokenizer: Any) -> Callable[[], Any]:

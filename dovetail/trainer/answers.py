@@ -16,7 +16,7 @@ from dovetail.trainer.token_text import token_ends
 
 # Per-token numbers are for people to look at. Beyond this many tokens a step's file holds its responses without them.
 MOST_TOKENS = 500_000
-_ROWS_AT_ONCE = 256
+_ROWS_AT_ONCE = 32
 
 
 class RolloutRows:
@@ -33,7 +33,8 @@ class RolloutRows:
         Written beside a step that runs: what is per token is left to numpy.
         """
         room = MOST_TOKENS
-        # A few rows at a time: for a large batch of long responses each temporary column would take gigabytes.
+        # A few rows at a time: for a large batch of long responses each temporary column would take gigabytes, and what
+        # is done for all of them at once holds up the update.
         conversations = agent_records(batch)
         for first, part in zip(range(0, len(batch), _ROWS_AT_ONCE), batch.split(_ROWS_AT_ONCE), strict=True):
             lengths = response_attention(part).sum(dim=1)

@@ -183,6 +183,7 @@ class RayPPOTrainer(BaseTrainer[RoleGroups]):
                 with self.timers("adv"):
                     batch = batch.union(partial.completed(update))
                     metrics |= correct_rollout(batch, self.config.algorithm)[1]
+        self._answer_files.hurry()
         # Also while only the critic trains: how old a response is counts in steps.
         self.weight_version = self.global_step
         self.groups.weights_changed(self.weight_version)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from dovetail.models import attention
 from dovetail.models.activations import activation_offload, enable_gradient_checkpointing
 from dovetail.models.attention import _Options, _sdpa_by_sequence, _torch_varlen
 from dovetail.models.compile import compile_layers
@@ -118,6 +119,44 @@ def test_varlen_kernel_equals_sdpa_by_sequence_where_prefixes_are_shared() -> No
             results.append((out, *torch.autograd.grad(out, inputs, out_grad)))
         for got, want in zip(*results, strict=True):
             torch.testing.assert_close(got, want, atol=1e-2 * want.abs().max().item(), rtol=2e-2)
+
+
+def test_a_kept_gradient_of_the_triton_head_is_as_near_to_float32_as_one_computed_again() -> None:
+    torch.manual_seed(0)
+    hidden = torch.randn(600, 256, device="cuda").bfloat16().requires_grad_()
+    weight = (torch.randn(9001, 256, device="cuda") * 0.1).bfloat16().requires_grad_()
+    labels = torch.randint(0, 9001, (600,), device="cuda")
+    inputs = (hidden, weight)
+    factors = torch.linspace(-1, 2, 600, device="cuda")
+    exact = [t.detach().float().requires_grad_() for t in inputs]
+    plain = plain_log_prob_entropy(exact[0] @ exact[1].t(), labels, temperature=0.7)
+    wanted = torch.autograd.grad((plain.log_probs * factors).sum(), exact)
+    errors = []
+    for keep in (False, True):
+        found = fused_linear_log_prob(hidden, weight, labels, temperature=0.7, chunk_size=128, keep_gradient=keep)
+        torch.testing.assert_close(found.log_probs, plain.log_probs, atol=1e-3, rtol=1e-3)
+        gradients = torch.autograd.grad((found.log_probs * factors).sum(), inputs)
+        errors.append([(got.float() - want).norm() / want.norm() for got, want in zip(gradients, wanted, strict=True)])
+    assert all(kept < 1.1 * again for again, kept in zip(*errors, strict=True)), errors
+
+
+def test_gradients_of_shared_keys_are_those_of_a_scatter_without_a_wait() -> None:
+    prompts = torch.randint(5, 90, (2, 40)).repeat_interleave(4, 0)
+    input_ids = torch.cat([prompts, torch.randint(100, 900, (8, 70))], 1)
+    packed = pack_batch(input_ids, torch.ones_like(input_ids), share_prefixes=True)
+    shared = to_device(packed.segments, torch.device("cuda")).shared
+    grad = torch.randn(len(shared.index), 2, 64, device="cuda").bfloat16()
+    exact = torch.zeros(len(shared.own), 2, 64, device="cuda", dtype=torch.float64)
+    exact.index_add_(0, shared.index, grad.double())
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        added, again = attention._added_up(grad, shared), attention._added_up(grad, shared)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(added, again)
+    torch.testing.assert_close(added.double(), exact, atol=1e-6, rtol=4e-3)  # one rounding to bfloat16
+    torch.testing.assert_close(added, attention._scattered(grad, shared), atol=1e-6, rtol=8e-3)
 
 
 def test_packed_equals_padded_under_autocast_with_recomputation() -> None:

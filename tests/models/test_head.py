@@ -10,6 +10,7 @@ from dovetail.models.head import (
     Float32Head,
     add_product,
     adds_in_product,
+    chunk_rows,
     float32_logits,
     fused_linear_log_prob,
     kept_log_probs,
@@ -54,6 +55,46 @@ def test_fused_head_equals_plain_head_in_values_and_gradients(
     for got, want in zip(torch.autograd.grad(_loss(*fused[:2]), inputs), expected, strict=True):
         # Gradients sum over 211 words or 37 rows of size about 2: relative to that size.
         torch.testing.assert_close(got, want, atol=1e-5 * want.abs().max().item(), rtol=1e-5)
+
+
+@pytest.mark.parametrize("chunk_size", [8, 1000])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_gradient_that_is_kept_is_that_of_the_plain_head(chunk_size: int, temperature: float, bias: bool) -> None:
+    hidden, weight, b, labels = _inputs(bias=bias)
+    logits = torch.nn.functional.linear(hidden, weight, b)
+    plain = plain_log_prob_entropy(logits, labels, temperature=temperature, need_entropy=False)
+    inputs = [t for t in (hidden, weight, b) if t is not None]
+    expected = torch.autograd.grad(_loss(plain.log_probs, None), inputs)
+    options = {"bias": b, "temperature": temperature, "chunk_size": chunk_size, "keep_gradient": True}
+    kept = fused_linear_log_prob(hidden, weight, labels, **options)
+    torch.testing.assert_close(kept.log_probs, plain.log_probs, atol=1e-5, rtol=1e-5)
+    for got, want in zip(torch.autograd.grad(_loss(kept.log_probs, None), inputs), expected, strict=True):
+        torch.testing.assert_close(got, want, atol=1e-5 * want.abs().max().item(), rtol=1e-5)
+    with torch.no_grad():
+        assert torch.equal(fused_linear_log_prob(hidden, weight, labels, **options).log_probs, kept.log_probs)
+
+
+def test_a_kept_gradient_in_bfloat16_is_as_near_to_float32_as_one_computed_again() -> None:
+    hidden, weight, _, labels = _inputs(300, 64, 900, dtype=torch.bfloat16)
+    with torch.no_grad():
+        weight[labels[:150]] += hidden[:150]  # half of the labels are nearly certain, where 1 - p has few digits
+    exact = [t.detach().float().requires_grad_() for t in (hidden, weight)]
+    wanted = torch.autograd.grad(_loss(fused_linear_log_prob(*exact, labels).log_probs, None), exact)
+    errors = []
+    for keep in (False, True):
+        found = fused_linear_log_prob(hidden, weight, labels, keep_gradient=keep)
+        gradients = torch.autograd.grad(_loss(found.log_probs, None), (hidden, weight))
+        errors.append([(got.float() - want).norm() / want.norm() for got, want in zip(gradients, wanted, strict=True)])
+    assert all(kept < 1.1 * again for again, kept in zip(*errors, strict=True)), errors
+
+
+def test_every_chunk_begins_where_kernels_expect_it() -> None:
+    device = torch.device("cuda")
+    rows = chunk_rows(151_936, device)
+    assert rows % 16 == 0
+    assert 2**30 - 16 * 4 * 151_936 < rows * 4 * 151_936 <= 2**30
+    assert [chunk_rows(2**size, device) for size in (26, 28, 30)] == [4, 1, 1]
 
 
 def test_plain_head_equals_log_softmax_and_categorical_entropy() -> None:

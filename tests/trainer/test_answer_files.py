@@ -6,6 +6,8 @@ import errno
 import json
 import re
 import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,8 @@ from dovetail.config.trainer import TrainerConfig
 from dovetail.observability.disk import DiskFullError
 from dovetail.observability.run_folder import RunFolder
 from dovetail.protocol import DataProto
-from dovetail.trainer.answer_files import AnswerFiles
+from dovetail.trainer import answer_files
+from dovetail.trainer.answer_files import AnswerFiles, paced
 from tests.trainer.toy_run import DAPO, Toy, train
 
 pytestmark = pytest.mark.e2e
@@ -146,3 +149,31 @@ def test_the_thread_has_a_tokenizer_of_its_own_which_it_makes_itself(
     assert first == second != here
     assert one is other is not tokenizer
     assert made_in == ([first] if decode is None else [here])
+
+
+def busy(rows: int) -> Iterator[int]:
+    for row in range(rows):
+        began = time.thread_time()
+        while time.thread_time() - began < 0.01:
+            pass
+        yield row
+
+
+def test_the_thread_leaves_most_of_the_time_to_the_update() -> None:
+    began, used = time.perf_counter(), time.thread_time()
+    assert list(paced(busy(10), threading.Event())) == list(range(10))
+    assert time.thread_time() - used <= 0.3 * (time.perf_counter() - began)
+
+
+def test_waiting_for_the_files_ends_their_pauses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answer_files, "_PAUSE", 1e6)
+    files = AnswerFiles(TrainerConfig(), RunFolder(tmp_path), tokenizer=None)
+    written: list[int] = []
+    monkeypatch.setattr(
+        AnswerFiles, "_write_training", lambda self, step, batch: written.extend(paced(busy(3), self._hurry))
+    )
+    for _ in range(2):  # a step that finds the one before at work
+        files.write_training(1, DataProto())
+    files.wait()
+    assert written == [0, 1, 2] * 2
+    files.close()

@@ -17,14 +17,16 @@ _NUM_WARPS = 8
 
 
 class TritonRows:
-    """Same two functions as the PyTorch rows of `dovetail.models.head`."""
+    """Same three functions as the PyTorch rows of `dovetail.models.head`."""
 
     @staticmethod
     def forward(
         logits: Tensor, labels: Tensor, temperature: float, need_entropy: bool
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         rows, vocabulary = logits.shape
-        log_probs, normalizer, entropy = torch.empty(3, rows, device=logits.device, dtype=torch.float32)
+        # Not one tensor cut in three: Triton would compile once more for each number of rows that aligns otherwise.
+        log_probs = torch.empty(rows, device=logits.device, dtype=torch.float32)
+        normalizer, entropy = torch.empty_like(log_probs), torch.empty_like(log_probs)
         _forward_kernel[(rows,)](
             logits,
             logits.stride(0),
@@ -51,25 +53,43 @@ class TritonRows:
         temperature: float,
         dtype: torch.dtype,
     ) -> Tensor:
-        rows, vocabulary = logits.shape
         out = logits if logits.dtype == dtype else torch.empty_like(logits, dtype=dtype)
-        _backward_kernel[(rows, triton.cdiv(vocabulary, _BLOCK))](
-            logits,
-            logits.stride(0),
-            out,
-            out.stride(0),
-            labels.contiguous(),
-            normalizer.contiguous(),
-            entropy.contiguous(),
-            grad_log_probs.contiguous(),
-            grad_log_probs.contiguous() if grad_entropy is None else grad_entropy.contiguous(),
-            vocabulary,
-            1.0 / temperature,
-            HAS_ENTROPY=grad_entropy is not None,
-            BLOCK=_BLOCK,
-            num_warps=_NUM_WARPS,
-        )
+        _write_gradient(logits, labels, normalizer, entropy, grad_log_probs, grad_entropy, temperature, out)
         return out
+
+    @staticmethod
+    def gradient(logits: Tensor, labels: Tensor, normalizer: Tensor, temperature: float, out: Tensor) -> None:
+        ones = torch.ones_like(normalizer)
+        _write_gradient(logits, labels, normalizer, normalizer, ones, None, temperature, out)
+
+
+def _write_gradient(
+    logits: Tensor,
+    labels: Tensor,
+    normalizer: Tensor,
+    entropy: Tensor,
+    grad_log_probs: Tensor,
+    grad_entropy: Tensor | None,
+    temperature: float,
+    out: Tensor,
+) -> None:
+    rows, vocabulary = logits.shape
+    _backward_kernel[(rows, triton.cdiv(vocabulary, _BLOCK))](
+        logits,
+        logits.stride(0),
+        out,
+        out.stride(0),
+        labels.contiguous(),
+        normalizer.contiguous(),
+        entropy.contiguous(),
+        grad_log_probs.contiguous(),
+        grad_log_probs.contiguous() if grad_entropy is None else grad_entropy.contiguous(),
+        vocabulary,
+        1.0 / temperature,
+        HAS_ENTROPY=grad_entropy is not None,
+        BLOCK=_BLOCK,
+        num_warps=_NUM_WARPS,
+    )
 
 
 @triton.jit
