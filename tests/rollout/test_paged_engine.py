@@ -21,11 +21,10 @@ from dovetail.rollout.native.cuda.pages import FP8
 from dovetail.rollout.native.engine import NativeEngine
 from tests.models.tiny import tiny_model
 from tests.rollout import plain_ops, test_native_control, test_native_engine
-from tests.rollout.test_native_engine import WINDOWED, plain_log_probs, prompts, requests, tokens, transformers_greedy
+from tests.rollout.test_native_engine import FAMILIES, plain_log_probs, prompts, requests, tokens, transformers_greedy
 
 pytestmark = pytest.mark.engine
 
-FAMILIES = ("llama", "llama_tied", "qwen2", "qwen3", "qwen3_moe", "mixtral", *WINDOWED)
 GREEDY = SamplingParams(temperature=0, max_new_tokens=20, ignore_eos=True)
 
 # Claims of the slot batch that do not count its steps. Greedy tokens and log-probs have tests of their own below.

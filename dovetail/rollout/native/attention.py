@@ -246,8 +246,8 @@ def _attention(
 ) -> tuple[torch.Tensor, None]:
     if softcap is not None or s_aux is not None:
         raise NotImplementedError(
-            f"{type(module).__name__} uses attention soft-capping or sinks, which the native engine does not compute; "
-            "use rollout.name=vllm or sglang for this model."
+            f"{type(module).__name__} has attention {'sinks' if softcap is None else 'soft-capping'}, which the native "
+            "engine does not compute; use rollout.name=vllm or sglang for this model."
         )
     if attention_mask is not None:
         raise NotImplementedError(
