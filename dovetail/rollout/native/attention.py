@@ -200,8 +200,8 @@ class DecodeStep:
             self._masked[window] = spans = []
             for first, last, shortest, longest in self.spans:
                 seen = slice(0 if window is None else max(0, shortest - window), longest)
-                ragged = bias is not None and shortest != longest
-                spans.append((slice(first, last), seen, bias[first:last, None, None, seen] if ragged else None))
+                mask = None if bias is None or shortest == longest else bias[first:last, None, None, seen]
+                spans.append((slice(first, last), seen, mask))
         return self._masked[window]
 
     def _bias(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
