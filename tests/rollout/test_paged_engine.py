@@ -399,3 +399,11 @@ def test_a_mask_wider_than_its_room_is_refused() -> None:
     sampling = SamplingParams(top_k=9, logprobs="processed", keep_mask=True)
     with pytest.raises(ValueError, match=r"top_k=9 ids a token, .* room for 8; build it with max_mask_width=9"):
         engine.generate(requests(prompts(1), sampling))
+
+
+def test_steps_that_ask_the_device_are_not_captured() -> None:
+    model = tiny_model("gemma3_text")
+    assert decoder.can_be_captured(model)
+    model.config.rope_parameters["full_attention"]["rope_type"] = "dynamic"  # one of two
+    assert not decoder.can_be_captured(model)
+    assert not decoder.can_be_captured(tiny_model("qwen2_5_vl"))
