@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import (
+    Cohere2Config,
+    Exaone4Config,
     FalconH1Config,
     Gemma3TextConfig,
     LlamaConfig,
@@ -18,6 +20,7 @@ from transformers import (
     MixtralConfig,
     Olmo3Config,
     OPTConfig,
+    Phi3Config,
     PretrainedConfig,
     PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
@@ -49,10 +52,9 @@ _WINDOW_IN_FIRST_LAYER: dict[str, Any] = {
     "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"],
 }  # fmt: skip
 
-# The last three see the last 8 tokens, in all layers or in the first.
-TEXT_FAMILIES = (
-    "llama", "llama_tied", "qwen2", "qwen3", "qwen3_moe", "mixtral", "mistral_window", "gemma3_text", "olmo3",
-)  # fmt: skip
+# See the last 8 tokens, in all layers or in the first.
+WINDOWED = ("mistral_window", "phi3", "gemma3_text", "olmo3", "cohere2", "exaone4")
+TEXT_FAMILIES = ("llama", "llama_tied", "qwen2", "qwen3", "qwen3_moe", "mixtral", *WINDOWED)
 FAMILIES = (*TEXT_FAMILIES, "qwen2_5_vl")
 
 
@@ -76,6 +78,12 @@ def tiny_config(family: str, **overrides: Any) -> PretrainedConfig:
         return Gemma3TextConfig(**_TEXT | _WINDOW_IN_FIRST_LAYER | {"head_dim": 32} | overrides)
     if family == "olmo3":
         return Olmo3Config(**_TEXT | _WINDOW_IN_FIRST_LAYER | overrides)
+    if family == "cohere2":
+        return Cohere2Config(**_TEXT | _WINDOW_IN_FIRST_LAYER | overrides)
+    if family == "exaone4":
+        return Exaone4Config(**_TEXT | _WINDOW_IN_FIRST_LAYER | overrides)
+    if family == "phi3":
+        return Phi3Config(**_TEXT | {"sliding_window": 8} | overrides)
     if family == "qwen2_window":
         window = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}  # not in the first layer
         return Qwen2Config(**_TEXT | window | overrides)

@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import Gemma3Config
 
+from dovetail.models.load import build_meta_model
 from dovetail.rollout import GenerationRequest, SamplingParams, UnsupportedPromptError
 from dovetail.rollout.native.engine import NativeEngine
+from dovetail.rollout.native.images import check_images
 from tests.models.tiny import IMAGE_TOKEN, image_batch, save_tiny_model, tiny_model
 
 pytestmark = pytest.mark.unit
@@ -128,3 +131,11 @@ def test_what_cannot_be_placed_is_refused_by_name(model: Any) -> None:
             engine.generate([GenerationRequest("a", ids, GREEDY, {"image": [object()]})])
         with pytest.raises(ValueError, match="'b' has 3 image tokens and images of 4 features"):
             engine.generate([GenerationRequest("b", cut, GREEDY, images)])
+
+
+def test_images_whose_tokens_see_each_other_are_refused() -> None:
+    text = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    vision = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    gemma = build_meta_model(Gemma3Config(text_config=text, vision_config=vision))
+    with pytest.raises(UnsupportedPromptError, match="'a' carries pixel_values; the tokens of an image see each other"):
+        check_images(gemma, GenerationRequest("a", [5], GREEDY, {"pixel_values": torch.zeros(1, 3, 8, 8)}))

@@ -21,11 +21,10 @@ from dovetail.rollout.native.cuda.pages import FP8
 from dovetail.rollout.native.engine import NativeEngine
 from tests.models.tiny import tiny_model
 from tests.rollout import plain_ops, test_native_control, test_native_engine
-from tests.rollout.test_native_engine import WINDOWED, plain_log_probs, prompts, requests, tokens, transformers_greedy
+from tests.rollout.test_native_engine import FAMILIES, plain_log_probs, prompts, requests, tokens, transformers_greedy
 
 pytestmark = pytest.mark.engine
 
-FAMILIES = ("llama", "llama_tied", "qwen2", "qwen3", "qwen3_moe", "mixtral", *WINDOWED)
 GREEDY = SamplingParams(temperature=0, max_new_tokens=20, ignore_eos=True)
 
 # Claims of the slot batch that do not count its steps. Greedy tokens and log-probs have tests of their own below.
@@ -400,3 +399,11 @@ def test_a_mask_wider_than_its_room_is_refused() -> None:
     sampling = SamplingParams(top_k=9, logprobs="processed", keep_mask=True)
     with pytest.raises(ValueError, match=r"top_k=9 ids a token, .* room for 8; build it with max_mask_width=9"):
         engine.generate(requests(prompts(1), sampling))
+
+
+def test_steps_that_ask_the_device_are_not_captured() -> None:
+    model = tiny_model("gemma3_text")
+    assert decoder.can_be_captured(model)
+    model.config.rope_parameters["full_attention"]["rope_type"] = "dynamic"  # one of two
+    assert not decoder.can_be_captured(model)
+    assert not decoder.can_be_captured(tiny_model("qwen2_5_vl"))

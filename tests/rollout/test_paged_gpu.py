@@ -16,11 +16,10 @@ from dovetail.rollout.native.cuda.decoder import FusedDecoder
 from dovetail.rollout.native.cuda.kernels.ops import triton_ops
 from dovetail.rollout.native.engine import NativeEngine
 from tests.models.tiny import run_model, tiny_model
-from tests.rollout.test_native_engine import WINDOWED, prompts, requests, tokens
+from tests.rollout.test_native_engine import FAMILIES, prompts, requests, tokens
 
 pytestmark = pytest.mark.gpu
 
-FAMILIES = ("llama", "llama_tied", "qwen2", "qwen3", "qwen3_moe", "mixtral", *WINDOWED)
 GREEDY = SamplingParams(temperature=0, max_new_tokens=20, ignore_eos=True)
 
 

@@ -200,8 +200,8 @@ class DecodeStep:
             self._masked[window] = spans = []
             for first, last, shortest, longest in self.spans:
                 seen = slice(0 if window is None else max(0, shortest - window), longest)
-                ragged = bias is not None and shortest != longest
-                spans.append((slice(first, last), seen, bias[first:last, None, None, seen] if ragged else None))
+                mask = None if bias is None or shortest == longest else bias[first:last, None, None, seen]
+                spans.append((slice(first, last), seen, mask))
         return self._masked[window]
 
     def _bias(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
@@ -246,8 +246,8 @@ def _attention(
 ) -> tuple[torch.Tensor, None]:
     if softcap is not None or s_aux is not None:
         raise NotImplementedError(
-            f"{type(module).__name__} uses attention soft-capping or sinks, which the native engine does not compute; "
-            "use rollout.name=vllm or sglang for this model."
+            f"{type(module).__name__} has attention {'sinks' if softcap is None else 'soft-capping'}, which the native "
+            "engine does not compute; use rollout.name=vllm or sglang for this model."
         )
     if attention_mask is not None:
         raise NotImplementedError(

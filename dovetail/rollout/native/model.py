@@ -144,8 +144,8 @@ def _check_supported(model: PreTrainedModel) -> None:
     kinds = set(getattr(config, "layer_types", None) or ())
     kinds -= {"full_attention", "sliding_attention"}
     other = f"{', '.join(sorted(kinds))} layers" if kinds else ""
-    if not other and getattr(config, "is_heterogeneous", False):
-        other = f"layers that differ in {', '.join(sorted(config.per_layer_attributes))}"
+    if not other and (unlike := getattr(config, "per_layer_attributes", None)):
+        other = f"layers that differ in {', '.join(sorted(unlike))}"
     if not other and (window := window_in_mask_only(config)) is not None:
         other = f"sliding_window={window} in its mask alone"
     # Others compute attention with code of their own, whatever their config says, and would never see the cache.
