@@ -35,14 +35,20 @@ class PagesOnCPU(NativeEngine):
 
 def sections(folder: Path, **rollout: Any) -> tuple[ModelConfig, RolloutConfig]:
     given = {"max_num_seqs": 24, "n": 4, "prompt_length": 16, "response_length": 8, "dtype": "float32", **rollout}
-    return ModelConfig(path=str(folder)), RolloutConfig(name="native", **given)
+    return ModelConfig(path=str(folder), use_fused_kernels=True), RolloutConfig(name="native", **given)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_moe"])
 def test_the_steps_of_a_runs_first_calls_are_taken_on_one_layer(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decoded, filled = [], []
+    decoded, filled, heads = [], [], []
+    head = warm_up.fused_linear_log_prob
+    monkeypatch.setattr(
+        warm_up,
+        "fused_linear_log_prob",
+        lambda hidden, *rest, **options: (heads.append(hidden.shape), head(hidden, *rest, **options))[1],
+    )
     run, begin = DecodeSteps.run, PagedPrefill.__init__
     monkeypatch.setattr(warm_up, "NativeEngine", PagesOnCPU)
     monkeypatch.setattr(
@@ -52,25 +58,26 @@ def test_the_steps_of_a_runs_first_calls_are_taken_on_one_layer(
         PagedPrefill, "__init__", lambda self, *of: (begin(self, *of), filled.append(len(self.tokens)))[0]
     )
     model, rollout = sections(save_tiny_model(family, tmp_path, tokenizer=False), top_p=0.9)
-    engine = warm_up.one_layer_engine(model, rollout, CPU)
-    assert len(engine._model.base_model.layers) == 1
+    module = warm_up.one_layer(model, rollout, CPU)
+    assert len(module.base_model.layers) == 1
     state = torch.random.get_rng_state()
-    warm_up.WarmUp(engine, warm_up.first_calls(rollout)).wait()
+    warm_up.WarmUp(warm_up.first_calls(module, model, rollout), CPU).wait()
     assert torch.equal(torch.random.get_rng_state(), state)
     assert dict.fromkeys(size for size, _ in decoded) == dict.fromkeys([4, 24])
     assert next(how for size, how in decoded if size == 24) == {"filters": True, "raw": False}
     assert filled == [4 * 6, 6 * 15]  # but for the last token of each prompt
+    assert heads == [(16, 128)]
 
 
 def test_its_memory_is_gone_afterwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warm_up, "NativeEngine", PagesOnCPU)
     model, rollout = sections(save_tiny_model("qwen2", tmp_path, tokenizer=False))
-    engine = warm_up.one_layer_engine(model, rollout, CPU)
-    weight = weakref.ref(engine._model.get_input_embeddings().weight)
+    module = warm_up.one_layer(model, rollout, CPU)
+    weight = weakref.ref(module.get_input_embeddings().weight)
     gc.disable()
     try:
-        warming = warm_up.WarmUp(engine, warm_up.first_calls(rollout))
-        del engine
+        warming = warm_up.WarmUp(warm_up.first_calls(module, model, rollout), CPU)
+        del module
         warming.wait()
         assert weight() is None
     finally:
@@ -87,9 +94,9 @@ def test_a_failure_costs_a_line_in_the_log(
 
     monkeypatch.setattr(warm_up, "NativeEngine", PagesOnCPU)
     model, rollout = sections(save_tiny_model("qwen2", tmp_path, tokenizer=False))
-    engine = warm_up.one_layer_engine(model, rollout, CPU)
+    module = warm_up.one_layer(model, rollout, CPU)
     monkeypatch.setattr(DecodeSteps, "run", fail)
-    warm_up.WarmUp(engine, warm_up.first_calls(rollout)).wait()
+    warm_up.WarmUp(warm_up.first_calls(module, model, rollout), CPU).wait()
     assert "not before: no memory" in caplog.text
     caplog.clear()
     assert warm_up.warm_up(ModelConfig(path=str(tmp_path / "nothing")), rollout, torch.device("cuda")) is None
@@ -107,6 +114,7 @@ import json, os, pathlib, random, sys
 import torch
 from dovetail.config.model import ModelConfig
 from dovetail.config.rollout import RolloutConfig
+from dovetail.models.head import fused_linear_log_prob
 from dovetail.rollout import GenerationRequest, SamplingParams
 from dovetail.rollout.native.engine import NativeEngine
 from dovetail.rollout.native.warm_up import warm_up
@@ -114,7 +122,7 @@ from dovetail.rollout.native.warm_up import warm_up
 def compiled():
     return {file.stem for file in pathlib.Path(os.environ["TRITON_CACHE_DIR"]).rglob("*.cubin")}
 
-model = ModelConfig(path=sys.argv[1])
+model = ModelConfig(path=sys.argv[1], use_fused_kernels=True)
 rollout = RolloutConfig(
     name="native", dtype="bfloat16", max_num_seqs=128, n=8, prompt_length=128, response_length=8,
     gpu_memory_utilization=0.1,
@@ -127,6 +135,11 @@ engine = NativeEngine.from_config(rollout, model.path, device=device)
 probe, sampling = SamplingParams(temperature=0.0, max_new_tokens=8), SamplingParams(n=8, max_new_tokens=8)
 for lengths, how in (([5, 6, 7, 13], probe), (random.Random(0).choices(range(100, 129), k=16), sampling)):
     engine.generate([GenerationRequest(str(row), [5 + row] * n, how) for row, n in enumerate(lengths)])
+weight = engine._model.get_output_embeddings().weight
+for rows in (301, 64):
+    hidden = torch.randn(rows, weight.size(1), device=device, dtype=weight.dtype, requires_grad=True)
+    labels = torch.zeros(rows, dtype=torch.int64, device=device)
+    fused_linear_log_prob(hidden, weight, labels, chunk_size=32).log_probs.sum().backward()
 print(json.dumps([sorted(before), sorted(compiled() - before)]))
 """
 

@@ -2,7 +2,7 @@
 
 An engine over one layer of zeros takes the first calls of a run: a few greedy prompts, then a whole batch. Kernels
 that it compiled or read from Triton's cache are there when the real engine calls them. It captures no graphs, which
-hold the addresses of weights, and touches no random state.
+hold the addresses of weights, and touches no random state. Then the trainer's head is called once, as an update does.
 """
 
 from __future__ import annotations
@@ -10,14 +10,20 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from dovetail.config.fsdp import full_dtype
 from dovetail.config.model import ModelConfig
 from dovetail.config.rollout import RolloutConfig
+from dovetail.models.head import fused_linear_log_prob
 from dovetail.models.load import build_meta_model, load_config, materialize
 from dovetail.observability.waits import waiting
 from dovetail.rollout.base import GenerationRequest, SamplingParams
@@ -26,21 +32,23 @@ from dovetail.rollout.request_rules import sampling_params
 
 logger = logging.getLogger(__name__)
 
-# Until it is measured on a GPU.
+# Until they are measured on a GPU.
 _KERNELS_BESIDE_LOADING = True
+_HEAD_BESIDE_LOADING = True
 WAIT_S = 60.0
 """Longest wait for the thread. Compiling takes 4 to 8 s."""
 _FEW = 4
 _FEW_TOKENS = 7
 _PROMPT_TOKENS = 128
 _PROMPTS = 64
+_HEAD_ROWS = 16
 
 
 class WarmUp:
     """The thread, which begins at once. `wait` before the real engine's first step, or both compile side by side."""
 
-    def __init__(self, engine: NativeEngine, calls: Sequence[Sequence[GenerationRequest]]) -> None:
-        self._thread = threading.Thread(target=_run, args=(engine, calls), name="warm-up", daemon=True)
+    def __init__(self, calls: Sequence[Callable[[], object]], device: torch.device) -> None:
+        self._thread = threading.Thread(target=_run, args=(calls, device), name="warm-up", daemon=True)
         self._thread.start()
 
     def wait(self) -> None:
@@ -54,13 +62,14 @@ def warm_up(model: ModelConfig, rollout: RolloutConfig, device: torch.device) ->
     if not _KERNELS_BESIDE_LOADING or rollout.name != "native" or device.type != "cuda":
         return None
     try:
-        return WarmUp(one_layer_engine(model, rollout, device), first_calls(rollout))
+        return WarmUp(first_calls(one_layer(model, rollout, device), model, rollout), device)
     except Exception as error:  # noqa: BLE001  the real engine says what is wrong with a model
-        logger.info("the engine's kernels are compiled in its first steps, not before: %s", error)
+        logger.info("kernels are compiled in the first step, not before: %s", error)
         return None
 
 
-def one_layer_engine(model: ModelConfig, rollout: RolloutConfig, device: torch.device) -> NativeEngine:
+def one_layer(model: ModelConfig, rollout: RolloutConfig, device: torch.device) -> PreTrainedModel:
+    """A model of zeros."""
     config = load_config(model.path, model.override_config, trust_remote_code=model.trust_remote_code)
     config.num_hidden_layers = 1
     if getattr(config, "layer_types", None):
@@ -70,11 +79,21 @@ def one_layer_engine(model: ModelConfig, rollout: RolloutConfig, device: torch.d
     materialize(module, device)
     for parameter in module.parameters():
         parameter.data = torch.zeros_like(parameter, dtype=dtype)
+    return module
+
+
+def first_calls(module: PreTrainedModel, model: ModelConfig, rollout: RolloutConfig) -> list[Callable[[], object]]:
     eager = rollout.model_copy(update={"enforce_eager": True})
-    return NativeEngine.from_config(eager, str(model.path), device=device, shared=module)
+    engine = NativeEngine.from_config(eager, str(model.path), device=module.device, shared=module)
+    calls: list[Callable[[], object]] = [partial(engine.generate, requests) for requests in first_requests(rollout)]
+    calls.append(engine.close)
+    if _HEAD_BESIDE_LOADING and model.use_fused_kernels:
+        head: Any = module.get_output_embeddings()
+        calls.append(partial(call_head, head.weight, rollout.temperature))
+    return calls
 
 
-def first_calls(rollout: RolloutConfig) -> list[list[GenerationRequest]]:
+def first_requests(rollout: RolloutConfig) -> list[list[GenerationRequest]]:
     """As many rows and tokens as the comparison with the trainer has, and as the first batch. Which tokens they are
     decides no shape, only that prompts differ."""
     few = SamplingParams(temperature=0.0, max_new_tokens=2, ignore_eos=True)
@@ -87,12 +106,20 @@ def first_calls(rollout: RolloutConfig) -> list[list[GenerationRequest]]:
     ]
 
 
-def _run(engine: NativeEngine, calls: Sequence[Sequence[GenerationRequest]]) -> None:
+def call_head(weight: Tensor, temperature: float) -> None:
+    """Forward and backward of a few rows; how many they are decides no kernel."""
+    hidden = weight.new_zeros(_HEAD_ROWS, weight.size(1), requires_grad=True)
+    labels = torch.zeros(_HEAD_ROWS, dtype=torch.int64, device=weight.device)
+    fused_linear_log_prob(hidden, weight.detach(), labels, temperature=temperature or 1.0).log_probs.sum().backward()
+
+
+def _run(calls: Sequence[Callable[[], object]], device: torch.device) -> None:
     began = time.monotonic()
     try:
-        for requests in calls:
-            engine.generate(requests)
-        engine.close()
-        logger.info("the engine's kernels were compiled beside loading, in %.1f s", time.monotonic() - began)
-    except Exception as error:  # noqa: BLE001  the boundary of the thread: the real engine compiles what is missing
-        logger.info("the engine's kernels are compiled in its first steps, not before: %s", error)
+        # Triton launches on the current device, which need not be the engine's.
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            for call in calls:
+                call()
+        logger.info("kernels were compiled beside loading, in %.1f s", time.monotonic() - began)
+    except Exception as error:  # noqa: BLE001  the boundary of the thread: what is missing is compiled when it is called
+        logger.info("kernels are compiled in the first step, not before: %s", error)
