@@ -8,6 +8,7 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 import weakref
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,11 @@ def sections(folder: Path, **rollout: Any) -> tuple[ModelConfig, RolloutConfig]:
     return ModelConfig(path=str(folder), use_fused_kernels=True), RolloutConfig(name="native", **given)
 
 
+def begun(module: Any, model: ModelConfig, rollout: RolloutConfig) -> warm_up.WarmUp:
+    engine = warm_up.one_layer_engine(module, model, rollout)
+    return warm_up.WarmUp(warm_up.first_calls(engine, module, model, rollout), CPU)
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_moe"])
 def test_the_steps_of_a_runs_first_calls_are_taken_on_one_layer(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -61,12 +67,35 @@ def test_the_steps_of_a_runs_first_calls_are_taken_on_one_layer(
     module = warm_up.one_layer(model, rollout, CPU)
     assert len(module.base_model.layers) == 1
     state = torch.random.get_rng_state()
-    warm_up.WarmUp(warm_up.first_calls(module, model, rollout), CPU).wait()
+    begun(module, model, rollout).wait()
     assert torch.equal(torch.random.get_rng_state(), state)
     assert dict.fromkeys(size for size, _ in decoded) == dict.fromkeys([4, 24])
     assert next(how for size, how in decoded if size == 24) == {"filters": True, "raw": False}
     assert filled == [4 * 6, 6 * 15]  # but for the last token of each prompt
     assert heads == [(16, 128)]
+
+
+def test_time_that_is_left_goes_to_smaller_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warm_up, "NativeEngine", PagesOnCPU)
+    model, rollout = sections(save_tiny_model("qwen2", tmp_path, tokenizer=False))
+    engine = warm_up.one_layer_engine(warm_up.one_layer(model, rollout, CPU), model, rollout)
+    sizes: list[int] = []
+    run, ready, reached = DecodeSteps.run, threading.Event(), threading.Event()
+
+    def noted(self: DecodeSteps, size: int, **how: Any) -> None:
+        assert ready.wait(20)
+        sizes.append(size)
+        run(self, size, **how)
+        if size == 4:
+            reached.set()
+            assert warming._wanted.wait(20)
+
+    monkeypatch.setattr(DecodeSteps, "run", noted)
+    warming = warm_up.WarmUp([], CPU, warm_up.smaller_batches(engine, rollout))
+    ready.set()
+    assert reached.wait(20)
+    warming.wait()
+    assert list(dict.fromkeys(sizes)) == [16, 8, 4], "the largest first, and no more once somebody waits"
 
 
 def test_its_memory_is_gone_afterwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,7 +105,7 @@ def test_its_memory_is_gone_afterwards(tmp_path: Path, monkeypatch: pytest.Monke
     weight = weakref.ref(module.get_input_embeddings().weight)
     gc.disable()
     try:
-        warming = warm_up.WarmUp(warm_up.first_calls(module, model, rollout), CPU)
+        warming = begun(module, model, rollout)
         del module
         warming.wait()
         assert weight() is None
@@ -96,7 +125,7 @@ def test_a_failure_costs_a_line_in_the_log(
     model, rollout = sections(save_tiny_model("qwen2", tmp_path, tokenizer=False))
     module = warm_up.one_layer(model, rollout, CPU)
     monkeypatch.setattr(DecodeSteps, "run", fail)
-    warm_up.WarmUp(warm_up.first_calls(module, model, rollout), CPU).wait()
+    begun(module, model, rollout).wait()
     assert "not before: no memory" in caplog.text
     caplog.clear()
     assert warm_up.warm_up(ModelConfig(path=str(tmp_path / "nothing")), rollout, torch.device("cuda")) is None

@@ -3,6 +3,7 @@
 An engine over one layer of zeros takes the first calls of a run: a few greedy prompts, then a whole batch. Kernels
 that it compiled or read from Triton's cache are there when the real engine calls them. It captures no graphs, which
 hold the addresses of weights, and touches no random state. Then the trainer's head is called once, as an update does.
+What time is left goes to the smaller batches that a real batch becomes, as its responses end.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +28,7 @@ from dovetail.models.head import fused_linear_log_prob
 from dovetail.models.load import build_meta_model, load_config, materialize
 from dovetail.observability.waits import waiting
 from dovetail.rollout.base import GenerationRequest, SamplingParams
+from dovetail.rollout.native.cuda.graphs import batch_sizes
 from dovetail.rollout.native.engine import NativeEngine
 from dovetail.rollout.request_rules import sampling_params
 
@@ -34,6 +37,7 @@ logger = logging.getLogger(__name__)
 # Until they are measured on a GPU.
 _KERNELS_BESIDE_LOADING = True
 _HEAD_BESIDE_LOADING = True
+_SMALLER_BATCHES = True
 WAIT_S = 60.0
 """Longest wait for the thread. Compiling takes 4 to 8 s."""
 _FEW = 4
@@ -46,11 +50,17 @@ _HEAD_ROWS = 16
 class WarmUp:
     """The thread, which begins at once. `wait` before the real engine's first step, or both compile side by side."""
 
-    def __init__(self, calls: Sequence[Callable[[], object]], device: torch.device) -> None:
-        self._thread = threading.Thread(target=_run, args=(calls, device), name="warm-up", daemon=True)
+    def __init__(
+        self, calls: Sequence[Callable[[], object]], device: torch.device, spare: Sequence[Callable[[], object]] = ()
+    ) -> None:
+        """`spare`: calls that are made until somebody waits."""
+        self._wanted = threading.Event()
+        args = calls, spare, self._wanted, device
+        self._thread = threading.Thread(target=_run, args=args, name="warm-up", daemon=True)
         self._thread.start()
 
     def wait(self) -> None:
+        self._wanted.set()
         with waiting("the engine's first step", "the thread that compiles its kernels", limit_s=WAIT_S) as wait:
             self._thread.join(wait.left())
 
@@ -61,7 +71,10 @@ def warm_up(model: ModelConfig, rollout: RolloutConfig, device: torch.device) ->
     if not _KERNELS_BESIDE_LOADING or rollout.name != "native" or device.type != "cuda":
         return None
     try:
-        return WarmUp(first_calls(one_layer(model, rollout, device), model, rollout), device)
+        module = one_layer(model, rollout, device)
+        engine = one_layer_engine(module, model, rollout)
+        spare = smaller_batches(engine, rollout) if _SMALLER_BATCHES else []
+        return WarmUp(first_calls(engine, module, model, rollout), device, spare)
     except Exception as error:  # noqa: BLE001  the real engine says what is wrong with a model
         logger.info("kernels are compiled in the first step, not before: %s", error)
         return None
@@ -81,13 +94,18 @@ def one_layer(model: ModelConfig, rollout: RolloutConfig, device: torch.device) 
     return module
 
 
-def first_calls(module: PreTrainedModel, model: ModelConfig, rollout: RolloutConfig) -> list[Callable[[], object]]:
+def one_layer_engine(module: PreTrainedModel, model: ModelConfig, rollout: RolloutConfig) -> NativeEngine:
     eager = rollout.model_copy(update={"enforce_eager": True})
-    engine = NativeEngine.from_config(eager, str(model.path), device=module.device, shared=module)
+    return NativeEngine.from_config(eager, str(model.path), device=module.device, shared=module)
+
+
+def first_calls(
+    engine: NativeEngine, module: PreTrainedModel, model: ModelConfig, rollout: RolloutConfig
+) -> list[Callable[[], object]]:
     calls: list[Callable[[], object]] = [partial(engine.generate, requests) for requests in first_requests(rollout)]
-    calls.append(engine.close)
     if _HEAD_BESIDE_LOADING and model.use_fused_kernels:
-        calls.append(partial(call_head, module.get_output_embeddings().weight, rollout.temperature))
+        head: Any = module.get_output_embeddings()
+        calls.append(partial(call_head, head.weight, rollout.temperature))
     return calls
 
 
@@ -104,6 +122,14 @@ def first_requests(rollout: RolloutConfig) -> list[list[GenerationRequest]]:
     ]
 
 
+def smaller_batches(engine: NativeEngine, rollout: RolloutConfig) -> list[Callable[[], object]]:
+    """A batch of every size that has graphs of its own, the largest first."""
+    one = replace(sampling_params(rollout, n=1, validate=False), max_new_tokens=2, ignore_eos=True, seed=0)
+    sizes = batch_sizes(rollout.max_num_seqs)[-2::-1]
+    requests = [GenerationRequest(f"size-{size}", [0, 0], replace(one, n=size)) for size in sizes]
+    return [partial(engine.generate, [request]) for request in requests]
+
+
 def call_head(weight: Tensor, temperature: float) -> None:
     """Forward and backward of a few rows; how many they are decides no kernel."""
     hidden = weight.new_zeros(_HEAD_ROWS, weight.size(1), requires_grad=True)
@@ -111,13 +137,23 @@ def call_head(weight: Tensor, temperature: float) -> None:
     fused_linear_log_prob(hidden, weight.detach(), labels, temperature=temperature or 1.0).log_probs.sum().backward()
 
 
-def _run(calls: Sequence[Callable[[], object]], device: torch.device) -> None:
+def _run(
+    calls: Sequence[Callable[[], object]],
+    spare: Sequence[Callable[[], object]],
+    wanted: threading.Event,
+    device: torch.device,
+) -> None:
     began = time.monotonic()
     try:
         # Triton launches on the current device, which need not be the engine's.
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             for call in calls:
                 call()
-        logger.info("kernels were compiled beside loading, in %.1f s", time.monotonic() - began)
+            seconds = time.monotonic() - began
+            done = 0
+            while done < len(spare) and not wanted.is_set():
+                spare[done]()
+                done += 1
+        logger.info("kernels were compiled beside loading, in %.1f s, and of %d smaller batches", seconds, done)
     except Exception as error:  # noqa: BLE001  the boundary of the thread: what is missing is compiled when it is called
         logger.info("kernels are compiled in the first step, not before: %s", error)
