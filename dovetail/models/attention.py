@@ -28,13 +28,11 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from dovetail.models.errors import PackingError
 from dovetail.models.exact import attention, exactly
-from dovetail.models.packing import PackedSegments, SharedPrefixes
+from dovetail.models.packing import PackedSegments
 from dovetail.parallel.ulysses import gather_heads_scatter_seq, scatter_qkv_heads
 
 PACKED_ATTENTION = "dovetail_packed"
 
-# Until it is measured on a GPU.
-_KEYS_WITHOUT_SORT = True
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias")
 
 
@@ -202,29 +200,19 @@ def _causal_mask(num_queries: int, num_keys: int, window: int | None, device: to
 
 
 class _TakeKeys(torch.autograd.Function):
-    """`tokens[shared.index]`; gradients of a token that several sequences see are added up in float32, in order."""
+    """`tokens[index]` for keys that several sequences see; their gradients are added up in float32, in order."""
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, shared: SharedPrefixes) -> Tensor:
-        ctx.shared = shared
-        return tokens[shared.index]
+    def forward(ctx: Any, tokens: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.num_tokens = tokens.size(0)
+        return tokens[index]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return (_added_up if _KEYS_WITHOUT_SORT else _scattered)(grads[0], ctx.shared), None
-
-
-def _added_up(grad: Tensor, shared: SharedPrefixes) -> Tensor:
-    """Nothing is sorted on the device: the host knows which keys belong together."""
-    parts = grad[shared.repeats].flatten(1).float()
-    sums = torch.segment_reduce(parts, "sum", offsets=shared.repeat_offsets, unsafe=True)
-    total = grad[shared.own]
-    return total.index_copy_(0, shared.repeated, sums.view(-1, *grad.shape[1:]).to(grad.dtype))
-
-
-def _scattered(grad: Tensor, shared: SharedPrefixes) -> Tensor:
-    total = grad.new_zeros(len(shared.own), *grad.shape[1:], dtype=torch.float32)
-    return total.index_put_((shared.index,), grad.float(), accumulate=True).to(grad.dtype)
+        (index,) = ctx.saved_tensors
+        total = grads[0].new_zeros(ctx.num_tokens, *grads[0].shape[1:], dtype=torch.float32)
+        return total.index_put_((index,), grads[0].float(), accumulate=True).to(grads[0].dtype), None
 
 
 class _Varlen(NamedTuple):
@@ -244,7 +232,7 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments)
     cu, longest, shared = segments.cu_seqlens, segments.max_length, segments.shared
     if shared is None:
         return _Varlen(q, k, v, cu, cu, longest, longest)
-    keys, values = (_TakeKeys.apply(t, shared) for t in (k, v))
+    keys, values = (_TakeKeys.apply(t, shared.index) for t in (k, v))
     return _Varlen(q, keys, values, cu, shared.cu_seqlens, longest, max(shared.lengths))
 
 

@@ -30,14 +30,6 @@ class SharedPrefixes:
     """Keys of each sequence: its prefix and its own tokens."""
     cu_seqlens: Tensor
     """`[num_sequences + 1]` int32 offsets of `lengths`."""
-    own: Tensor
-    """`[N]`: where each token of the row stands among the keys of its own sequence."""
-    repeated: Tensor
-    """The tokens of the row that several sequences see."""
-    repeats: Tensor
-    """Where these stand among the keys: token by token, sequence by sequence."""
-    repeat_offsets: Tensor
-    """`[len(repeated) + 1]`: where each token's places begin in `repeats`."""
 
 
 @dataclass(
@@ -183,16 +175,6 @@ def _pack_shared(
         first += length
     in_row, index = (torch.from_numpy(np.concatenate(parts)) for parts in (kept, places))
     of_row = tuple((starts[whole], shared) for whole, shared in spans)
-    prefixes = SharedPrefixes(of_row, index, tuple(lengths), _offsets(lengths), in_row, *_repeats(index.numpy()))
+    prefixes = SharedPrefixes(of_row, index, tuple(lengths), _offsets(lengths))
     segments = PackedSegments(tuple(own), _offsets(own), shared=prefixes)
     return PackedBatch(ids[in_row].unsqueeze(0), _position_row(positions[in_row]), segments, _places(mask, index))
-
-
-def _repeats(index: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
-    """`repeated`, `repeats` and `repeat_offsets` of `SharedPrefixes`."""
-    counts = np.bincount(index)
-    repeated = np.flatnonzero(counts > 1)
-    repeats = index.argsort(kind="stable")
-    repeats = repeats[counts[index[repeats]] > 1]
-    offsets = np.concatenate([[0], counts[repeated].cumsum()])
-    return torch.from_numpy(repeated), torch.from_numpy(repeats), torch.from_numpy(offsets)

@@ -17,7 +17,6 @@ from dovetail.models.load import load_config, load_tokenizer
 from dovetail.models.vocabulary_divergence import Teacher, load_output_layer
 from dovetail.protocol import DataProto
 from dovetail.rollout.base import GenerationResult
-from dovetail.rollout.native.warm_up import warm_up
 from dovetail.weight_sync import GroupAddress
 from dovetail.workers.actor import DataParallelPPOActor
 from dovetail.workers.build import build_actor, build_policy
@@ -58,7 +57,6 @@ class ActorRolloutRefWorker(CheckpointedRole):
         """Build what the role needs. `total_training_steps` is the length of the learning-rate schedule."""
         policy = self.config.actor_rollout_ref
         self.join_group()
-        warming = warm_up(policy.model, policy.rollout, self.device) if self._is_rollout else None
         actor_backend: TrainBackend | None = None
         if self._is_actor:
             actor_backend = build_actor(
@@ -81,8 +79,6 @@ class ActorRolloutRefWorker(CheckpointedRole):
             self.hybrid = HybridEngine(self.config, actor_backend, device=self.device, rank=self.rank)
             size = self.hybrid.engine_size
             self._register_dispatch_collect_info("rollout", self.rank // size, self.rank % size == 0)
-            if warming is not None:
-                warming.wait()
             if policy.rollout.verify_start:
                 self.hybrid.verify().require(policy.rollout.name)
         if actor_backend is not None:

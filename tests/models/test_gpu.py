@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dovetail.models import attention
 from dovetail.models.activations import activation_offload, enable_gradient_checkpointing
 from dovetail.models.attention import _Options, _sdpa_by_sequence, _torch_varlen
 from dovetail.models.compile import compile_layers
@@ -138,25 +137,6 @@ def test_a_kept_gradient_of_the_triton_head_is_as_near_to_float32_as_one_compute
         gradients = torch.autograd.grad((found.log_probs * factors).sum(), inputs)
         errors.append([(got.float() - want).norm() / want.norm() for got, want in zip(gradients, wanted, strict=True)])
     assert all(kept < 1.1 * again for again, kept in zip(*errors, strict=True)), errors
-
-
-def test_gradients_of_shared_keys_are_those_of_a_scatter_without_a_wait() -> None:
-    prompts = torch.randint(5, 90, (2, 40)).repeat_interleave(4, 0)
-    input_ids = torch.cat([prompts, torch.randint(100, 900, (8, 70))], 1)
-    packed = pack_batch(input_ids, torch.ones_like(input_ids), share_prefixes=True)
-    shared = to_device(packed.segments, torch.device("cuda")).shared
-    grad = torch.randn(len(shared.index), 2, 64, device="cuda").bfloat16()
-    exact = torch.zeros(len(shared.own), 2, 64, device="cuda", dtype=torch.float64)
-    exact.index_add_(0, shared.index, grad.double())
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        added, again = attention._added_up(grad, shared), attention._added_up(grad, shared)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert torch.equal(added, again)
-    torch.testing.assert_close(added.double(), exact, atol=1e-6, rtol=4e-3)  # one rounding to bfloat16
-    torch.testing.assert_close(added, attention._scattered(grad, shared), atol=1e-6, rtol=8e-3)
 
 
 def test_packed_equals_padded_under_autocast_with_recomputation() -> None:

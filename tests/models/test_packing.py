@@ -371,17 +371,6 @@ def test_the_arguments_of_varlen_kernels_say_the_same_as_the_loop_over_sequences
         torch.testing.assert_close(varlen, loop, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gradients_of_shared_keys_are_to_the_bit_those_of_a_scatter(dtype: torch.dtype) -> None:
-    shared = pack_batch(**BATCH, share_prefixes=True).segments.shared
-    assert shared is not None
-    grad = torch.randn(len(shared.index), 2, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
-    added = attention._added_up(grad, shared)
-    assert torch.equal(added, attention._scattered(grad, shared))
-    exact = torch.zeros(len(shared.own), 2, 8, dtype=torch.float64).index_add_(0, shared.index, grad.double())
-    torch.testing.assert_close(added.double(), exact, atol=1e-6, rtol=4e-3)  # one rounding to bfloat16
-
-
 def _reference_varlen(query: Tensor, key: Tensor, value: Tensor, segments: Any, options: Any) -> Tensor:
     """Causal attention as varlen kernels define it: the last query sees the last key."""
     call = attention._varlen(query, key, value, segments)
