@@ -64,6 +64,8 @@ def main() -> None:
     args = parser.parse_args()
     if unknown := sorted(set(args.sides) - set(SIDES)):
         parser.error(f"unknown side {', '.join(unknown)}; choose from {', '.join(SIDES)}")
+    if args.steps < 2:
+        parser.error(f"--steps {args.steps}: the first step warms up and is left out, so there must be two")
     if args.first_step and args.sides:
         parser.error(f"--first-step measures dovetail alone; leave {' '.join(args.sides)} out")
     if args.run:
@@ -138,15 +140,13 @@ def measure_first_steps(folder: Path, args: argparse.Namespace) -> dict[str, dic
 
 
 def first_step_table(runs: Mapping[str, Mapping[str, Any]]) -> str:
-    """A column for each run: its phases up to the end of step 1, then what its first passes found compiled ahead."""
+    """A column for each run: its phases up to the end of step 1."""
     columns: dict[str, dict[str, Any]] = {}
     for name, run in runs.items():
         if "step_s" not in run:
             return f"{name}: {run['note']}"
         column = columns[name] = {**run["start_s"], "start to end of step 1": run["start_and_first_step_s"]}
         column["later steps"] = run["step_s"]
-        for found in run["first_passes"]:
-            column |= {f"{found['name']}: {key}": value for key, value in found.items() if key != "name"}
     rows = dict.fromkeys(row for column in columns.values() for row in column)
     width = max(map(len, rows))
     lines = [" ".join([" " * width, *(f"{name:>12}" for name in columns)])]
@@ -175,20 +175,6 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def _rounded(value: Any) -> Any:
     return round(value, 2) if isinstance(value, float) else value
-
-
-class FirstPasses(logging.Handler):
-    """What the log says of first passes, as numbers; of workers in this process."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[dict[str, Any]] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        from dovetail.backends.compile_ahead import FIRST_PASS
-
-        if record.msg == FIRST_PASS and isinstance(record.args, Mapping):
-            self.found.append(dict(record.args))
 
 
 class StepClock:
@@ -227,8 +213,7 @@ def run_dovetail(
     from dovetail.observability.run_folder import TIMELINE, read_json_lines
     from dovetail.trainer.run import run_training
 
-    first_passes = FirstPasses()
-    logging.basicConfig(level=logging.INFO, handlers=[logging.StreamHandler(), first_passes])
+    logging.basicConfig(level=logging.INFO)
     policy = "actor_rollout_ref"
     config = load_config(
         overrides=[
@@ -269,7 +254,7 @@ def run_dovetail(
     (started,) = (row for row in read_json_lines(run.folder / TIMELINE) if row["step"] == 0)
     first = {f"{who}: {phase}": round(end - start, 1) for who, phase, start, end, _ in started["spans"]}
     first |= {name: round(value, 1) for name, value in clock.metrics[0].items() if name.startswith("timing_s/")}
-    parts: dict[str, Any] = {"start_s": first, "first_passes": first_passes.found}
+    parts: dict[str, Any] = {"start_s": first}
     for name in ("timing_s/gen", "timing_s/update_actor", "timing_s/reward", "timing_s/adv"):
         values = [metrics[name] for metrics in clock.metrics[1:] if name in metrics]
         if values:

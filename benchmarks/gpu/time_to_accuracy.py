@@ -110,9 +110,11 @@ def main() -> None:
         run = {"trl": run_trl, "accuracy": run_accuracy}.get(args.run, run_dovetail)
         (args.folder / f"{args.run}.json").write_text(json.dumps(run(args)))
         return
+    failed = []
     for side in args.sides:
         curve = in_process(side, args)
         if curve is None:
+            failed.append(side)
             continue
         # A folder instead of a number: weights that are measured now that their trainer has left the device.
         saved = [point for point in curve["points"] if isinstance(point[2], str)]
@@ -126,6 +128,8 @@ def main() -> None:
             print(f"  step {step:3}  {minutes:6.2f} min  {accuracy:6.2%}", flush=True)
         if "second_half" in curve:
             print(" ", {name: round(value, 4) for name, value in curve["second_half"].items()}, flush=True)
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}")
 
 
 def plot(lines: list[str], file: Path) -> None:
@@ -232,7 +236,7 @@ def make_config(args: argparse.Namespace, model: Path, run: str, more: list[str]
 def run_dovetail(args: argparse.Namespace) -> dict[str, Any]:
     from dovetail.trainer.run import run_training
 
-    logging.basicConfig(level=logging.INFO)  # how long compiling ahead took, among others
+    logging.basicConfig(level=logging.INFO)
     spare_flashinfer()
     config = make_config(args, args.model, args.run, DOVETAIL[args.run])
     clock = CurveClock(args.folder / f"{args.run}.json")

@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 
 from dovetail.backends.base import RankInfo
-from dovetail.backends.compile_ahead import CompileAhead
 from dovetail.backends.optimizer import build_optimizer, decayed_names, muon_names
 from dovetail.backends.schedule import LearningRateSchedule, learning_rate
 from dovetail.backends.sharding import Precision, Sharding, is_meta
@@ -37,7 +36,6 @@ def build_backend(
     max_grad_norm: float = 1.0,
     sp_size: int = 1,
     offload_activations: bool = False,
-    compiling: CompileAhead | None = None,
     device: torch.device | str = "cpu",
 ) -> TorchBackend:
     """A backend for ``network``, which is taken over (sharded in place). ``optim=None`` builds one for inference.
@@ -79,7 +77,6 @@ def build_backend(
         schedule=schedule,
         max_grad_norm=max_grad_norm,
         offload_activations=offload_activations,
-        compiling=compiling,
     )
 
 

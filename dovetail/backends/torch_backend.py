@@ -25,7 +25,6 @@ from dovetail.backends.base import (
     TokenOutput,
     TrainBackend,
 )
-from dovetail.backends.compile_ahead import CompileAhead
 from dovetail.backends.device_memory import OffloadState, free_device_cache
 from dovetail.backends.network import network_call
 from dovetail.backends.schedule import NOT_TRAINABLE, LearningRateSchedule, TrainingProgress
@@ -55,14 +54,12 @@ class TorchBackend(TrainBackend):
         schedule: LearningRateSchedule | None = None,
         max_grad_norm: float = 1.0,
         offload_activations: bool = False,
-        compiling: CompileAhead | None = None,
     ) -> None:
         super().__init__(rank_info, device)
         self._sharding = sharding
         self._call = network_call(network)
         self._hf_model = network.hf_model
         self._offloads_activations = offload_activations
-        self._compiling = compiling or CompileAhead()
         self._dp_group = dp_group
         self._sp_group = sp_group
         self._optimizer = optimizer
@@ -97,22 +94,21 @@ class TorchBackend(TrainBackend):
         self.module.train()
         optimizer.zero_grad(set_to_none=True)
         metrics: list[dict[str, Tensor]] = []
-        with self._compiling.around("grad"):
-            for index, micro_batch in enumerate(micro_batches):
-                is_last = index == len(micro_batches) - 1
-                with nullcontext() if is_last else self._sharding.accumulating():
-                    on_device = self.on_device(micro_batch)
-                    with activation_offload() if self._offloads_activations else nullcontext():
-                        loss, loss_metrics = loss_fn(self._run(micro_batch, on_device, options), on_device)
-                    (loss * self._sharding.reduce_factor).backward()
-                metrics.append(loss_metrics)
+        for index, micro_batch in enumerate(micro_batches):
+            is_last = index == len(micro_batches) - 1
+            with nullcontext() if is_last else self._sharding.accumulating():
+                on_device = self.on_device(micro_batch)
+                with activation_offload() if self._offloads_activations else nullcontext():
+                    loss, loss_metrics = loss_fn(self._run(micro_batch, on_device, options), on_device)
+                (loss * self._sharding.reduce_factor).backward()
+            metrics.append(loss_metrics)
         return metrics
 
     @torch.no_grad()
     def forward(self, micro_batches: Sequence[DataProto], options: ForwardOptions = PLAIN_FORWARD) -> list[TokenOutput]:
         self.check_equal_count(len(micro_batches))
         self.module.eval()
-        with nullcontext() if options.adapters else adapter_disabled(self.module), self._compiling.around("no_grad"):
+        with nullcontext() if options.adapters else adapter_disabled(self.module):
             outputs = [self._run(part, self.on_device(part), options) for part in micro_batches]
         self._sharding.after_forward()
         return outputs

@@ -7,15 +7,11 @@ are dynamic from the start. Packed attention stays outside the graphs: its argum
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
-
-_uncompiled: ContextVar[bool] = ContextVar("uncompiled", default=False)
 
 
 def compile_layers(hf_model: Any) -> int:
@@ -31,17 +27,6 @@ def compile_layers(hf_model: Any) -> int:
     return len(layers)
 
 
-@contextmanager
-def uncompiled() -> Iterator[None]:
+def uncompiled() -> AbstractContextManager[None]:
     """Compiled modules run as they are written inside this block, and nothing is compiled."""
-    before = _uncompiled.set(True)
-    try:
-        with torch.compiler.set_stance("force_eager"):
-            yield
-    finally:
-        _uncompiled.reset(before)
-
-
-def is_uncompiled() -> bool:
-    """Whether we are in a block of `uncompiled`."""
-    return _uncompiled.get()
+    return torch.compiler.set_stance("force_eager")

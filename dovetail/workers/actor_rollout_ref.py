@@ -7,7 +7,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from dovetail.algorithms import get_policy_loss_selector
 from dovetail.backends.base import TrainBackend
 from dovetail.config.fsdp import full_dtype
 from dovetail.config.model import ModelConfig
@@ -63,7 +62,6 @@ class ActorRolloutRefWorker(CheckpointedRole):
                 policy,
                 total_training_steps,
                 world_size=self.world_size,
-                also_scores=self._also_scores,
                 device=self.device,
             )
             self.actor = self._actor_of(actor_backend)
@@ -247,18 +245,6 @@ class ActorRolloutRefWorker(CheckpointedRole):
         )
         backend.offload(params=policy.ref.offloading.param_offload, optimizer=False)
         return self._actor_of(backend, is_ref=True)
-
-    @property
-    def _also_scores(self) -> bool:
-        """Whether the compiled layers of the actor also run without gradients.
-
-        Not for a reference that is the actor with its adapters off, which are other graphs, nor for a teacher, which is
-        another model, nor to check weights, which compiles nothing.
-        """
-        config, policy = self.config, self.config.actor_rollout_ref
-        shares_graphs = policy.ref.use_torch_compile and not policy.model.uses_lora and not config.distills
-        refers = self._is_ref and config.uses_reference and shares_graphs
-        return config.has_log_prob_pass or refers or get_policy_loss_selector(config.loss_mode_in_force) is not None
 
     def _offloading_of(self, ref: DataParallelPPOActor) -> Any:
         policy = self.config.actor_rollout_ref

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
 
 from dovetail.backends.base import TrainBackend
 from dovetail.backends.build import build_backend, precision_of
-from dovetail.backends.compile_ahead import CompileAhead, Pass, compile_ahead
 from dovetail.config.actor import Strategy
 from dovetail.config.adapter import adapter_folder
 from dovetail.config.critic import CriticConfig
@@ -61,15 +59,11 @@ def build_policy(
     share_prefixes: bool = False,
     exact: bool = False,
     fp32_head: bool = False,
-    ahead: Sequence[Pass] = (),
     longest_row: int | None = None,
     device: torch.device,
 ) -> TrainBackend:
     """The actor (`optim` given) or the reference. LoRA adapters go into the actor only. `exact`: `models.exact`;
-    `fp32_head`: `models.head.Float32Head`; `longest_row`: `models.longrope`.
-
-    `ahead`: the passes whose layers, if they are compiled, may be so while weights are loaded (`compile_ahead`).
-    """
+    `fp32_head`: `models.head.Float32Head`; `longest_row`: `models.longrope`."""
     _import_external(model.external_lib)
     # On a CPU compiling costs minutes and wins nothing that a test or a laptop run would notice.
     compiles = use_torch_compile and device.type == "cuda" and not exact
@@ -96,10 +90,6 @@ def build_policy(
         use_float32_head(hf_model)
     if fp8_recipe is not None:
         use_fp8_projections(hf_model, fp8_recipe, device)
-    # Before gradient checkpointing, which hangs a hook on the embedding that no other process can be sent.
-    compiling: CompileAhead | None = None
-    if compiles and ahead and strategy_for(strategy, world_size, fsdp) == "single" and model.use_remove_padding:
-        compiling = compile_ahead(hf_model, precision_of(fsdp, trains=True), device, ahead)
     if optim is not None and model.enable_gradient_checkpointing:
         enable_gradient_checkpointing(hf_model)
     if compiles:
@@ -123,7 +113,6 @@ def build_policy(
         max_grad_norm=grad_clip,
         sp_size=sp_size,
         offload_activations=optim is not None and model.enable_activation_offload,
-        compiling=compiling,
         device=device,
     )
 
@@ -133,15 +122,10 @@ def build_actor(
     total_training_steps: int,
     *,
     world_size: int,
-    also_scores: bool = False,
     device: torch.device,
 ) -> TrainBackend:
-    """The policy that is trained. `total_training_steps` is the length of its schedule where the config has none.
-
-    `also_scores`: the run calls its layers, as they are compiled, without gradients too.
-    """
+    """The policy that is trained. `total_training_steps` is the length of its schedule where the config has none."""
     actor, optim = policy.actor, _scheduled(policy.actor.optim, total_training_steps)
-    passes: tuple[Pass, ...] = ("no_grad", "grad") if also_scores else ("grad",)
     return build_policy(
         policy.model,
         strategy=actor.strategy,
@@ -159,8 +143,6 @@ def build_actor(
         share_prefixes=actor.use_prefix_grouper,
         exact=policy.rollout.exact,
         fp32_head=policy.rollout.fp32_lm_head,
-        # vLLM refuses to start when memory of the device comes free while it measures its own.
-        ahead=passes if policy.rollout.name == "native" else (),
         longest_row=policy.rollout.context_length,
         device=device,
     )

@@ -186,17 +186,8 @@ class OfflineWorker(CheckpointedRole):
             self.config.actor_rollout_ref,
             total_training_steps,
             world_size=self.world_size,
-            also_scores=self._also_scores,
             device=self.device,
         )
-
-    @property
-    def _also_scores(self) -> bool:
-        """Whether the trained layers, adapters and all, also run without gradients: to validate, for a baseline, or
-        as the reference."""
-        loss = self._build_loss()
-        refers = loss.needs_reference and not self._model.uses_lora
-        return bool(self.config.data.val_paths) or loss.baseline is not None or refers
 
     def _build_loss(self) -> OfflineLoss:
         raise NotImplementedError
