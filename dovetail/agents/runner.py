@@ -84,24 +84,18 @@ async def run_trajectory(
             reward = None if returned is None else checked_reward(returned, "the reward that the agent loop returned")
         except TrajectoryEnd as end:
             outcome, reward = end.outcome, end.reward
-        except InfrastructureError as failure:
-            outcome, error = "infra", str(failure)
         except FATAL:
             raise
         except Exception as failure:  # noqa: BLE001 - it may be the user's code
-            outcome, error = "tool_error", f"{type(failure).__name__}: {failure}"
-            _report(session.name, failure)
+            outcome, error = _outcome_of(failure, session.name)
         await session.end()
         if outcome == "finished" and reward is None and not session.segments():
             outcome, error = "tool_error", _NO_REQUEST
         if outcome in GRADED and reward is None and session.tools is not None:
             try:
                 reward = await session.tools.reward()
-            except InfrastructureError as failure:
-                outcome, error = "infra", str(failure)
             except Exception as failure:  # noqa: BLE001 - as above
-                outcome, error = "tool_error", f"{type(failure).__name__}: {failure}"
-                _report(session.name, failure)
+                outcome, error = _outcome_of(failure, session.name)
     finally:
         deadline.hold()
         await _close(session)
@@ -117,6 +111,13 @@ async def run_trajectory(
         error,
         len(session.turns),
     )
+
+
+def _outcome_of(failure: Exception, name: str) -> tuple[Outcome, str]:
+    if isinstance(failure, InfrastructureError):
+        return "infra", str(failure)
+    _report(name, failure)
+    return "tool_error", f"{type(failure).__name__}: {failure}"
 
 
 def _report(name: str, failure: Exception) -> None:
