@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
+import torch
 
 from dovetail.agents.types import Segment, Task, Trajectory
 from dovetail.config.rollout import RolloutConfig
@@ -77,6 +79,42 @@ def trajectory_from_json(value: dict[str, Any], task: Task) -> Trajectory:
     fields: dict[str, Any] = {name: tuple(part) if isinstance(part, list) else part for name, part in value.items()}
     fields["segments"] = segments
     return Trajectory(task, **fields)
+
+
+def states_as_rows(rows: Sequence[tuple[str, int, dict[str, Any]]]) -> DataProto | None:
+    """States of trajectories as a batch that can be sent and saved; `weight_version` says how many tokens they have."""
+    if not rows:
+        return None
+    nodes = [state.get("session", {}).get("nodes", ()) for _, _, state in rows]
+    versions = [[version for node in own for version in node["weight_versions"]] for own in nodes]
+    padded = torch.full((len(rows), max(1, *map(len, versions))), -1, dtype=torch.int32)
+    for row, own in enumerate(versions):
+        padded[row, : len(own)] = torch.tensor(own, dtype=torch.int32)
+    return DataProto.from_dict(
+        {"weight_version": padded},
+        {
+            "uid": np.array([uid for uid, _, _ in rows], dtype=object),
+            "sample_index": np.array([index for _, index, _ in rows], dtype=np.int64),
+            "state": np.array([json.dumps(state, default=_refuse) for _, _, state in rows], dtype=object),
+        },
+    )
+
+
+def _refuse(value: object) -> str:
+    kind = type(value).__name__
+    raise TypeError(
+        f"{value!r:.80} in the record of a trajectory is no JSON but {kind}; state() must return JSON values."
+    )
+
+
+def states_by_uid(snapshot: DataProto | None) -> dict[str, dict[int, Any]]:
+    """The inverse of `states_as_rows`."""
+    states: dict[str, dict[int, Any]] = {}
+    if snapshot is not None:
+        others = snapshot.non_tensor_batch
+        for uid, index, state in zip(others["uid"], others["sample_index"], others["state"], strict=True):
+            states.setdefault(str(uid), {})[int(index)] = json.loads(state)
+    return states
 
 
 def _column(values: list[Any], dtype: Any) -> np.ndarray:
