@@ -15,7 +15,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from dovetail.config.units import GIB
 
@@ -27,24 +27,32 @@ def peak_resident_gib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1024**3
 
 
-class MemoryCounter(Protocol):
-    """Bytes on one device: of this process's allocator, and of all its processes."""
+class CudaCounter:
+    """Bytes on one device, by `torch.cuda`: of this process's allocator, and of all processes."""
 
-    def allocated(self) -> int: ...
+    def __init__(self, cuda: Any, device: int) -> None:
+        self._cuda, self._device = cuda, device
 
-    def reserved(self) -> int: ...
+    def allocated(self) -> int:
+        return self._cuda.memory_allocated(self._device)
+
+    def reserved(self) -> int:
+        return self._cuda.memory_reserved(self._device)
 
     def peak_allocated(self) -> int:
         """Since the last `reset_peaks`."""
-        ...
+        return self._cuda.max_memory_allocated(self._device)
 
-    def peak_reserved(self) -> int: ...
+    def peak_reserved(self) -> int:
+        return self._cuda.max_memory_reserved(self._device)
 
-    def reset_peaks(self) -> None: ...
+    def reset_peaks(self) -> None:
+        self._cuda.reset_peak_memory_stats(self._device)
 
     def in_use(self) -> int:
         """By every process, as the driver counts."""
-        ...
+        free, total = self._cuda.mem_get_info(self._device)
+        return total - free
 
 
 @dataclass
@@ -65,7 +73,7 @@ class RunPeaks:
 class DevicePeaks:
     """`with peaks.phase() as phase: ...`, then `phase.peak_gib`; `peaks.of_run()`: phases and what lay between."""
 
-    def __init__(self, counter: MemoryCounter) -> None:
+    def __init__(self, counter: CudaCounter) -> None:
         self._counter = counter
         self._lock = threading.Lock()
         self._open: list[_Running] = []
@@ -114,32 +122,6 @@ class DevicePeaks:
         # Memory that torch keeps for later is counted neither here nor in the peak: it is there to be used.
         beyond = self._counter.in_use() - self._counter.reserved()
         return _Edge(beyond, used=allocated + beyond)
-
-
-class CudaCounter:
-    """`torch.cuda`, of one device."""
-
-    def __init__(self, cuda: Any, device: int) -> None:
-        self._cuda, self._device = cuda, device
-
-    def allocated(self) -> int:
-        return self._cuda.memory_allocated(self._device)
-
-    def reserved(self) -> int:
-        return self._cuda.memory_reserved(self._device)
-
-    def peak_allocated(self) -> int:
-        return self._cuda.max_memory_allocated(self._device)
-
-    def peak_reserved(self) -> int:
-        return self._cuda.max_memory_reserved(self._device)
-
-    def reset_peaks(self) -> None:
-        self._cuda.reset_peak_memory_stats(self._device)
-
-    def in_use(self) -> int:
-        free, total = self._cuda.mem_get_info(self._device)
-        return total - free
 
 
 def cuda_peaks(cuda: Any, device: int) -> DevicePeaks:
