@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 
 from dovetail.agents.calls import CallSettings
-from dovetail.agents.deadlines import within
+from dovetail.agents.deadlines import Deadline, within
 from dovetail.agents.loops import get_loop, replays
 from dovetail.agents.rows import rows_of, states_as_rows, states_by_uid, trajectory_from_json, trajectory_to_json
-from dovetail.agents.runner import Deadline, run_trajectory
+from dovetail.agents.runner import run_trajectory
 from dovetail.agents.session import DivergedError, Session, SessionSettings
 from dovetail.agents.types import Message, Task, Toolbox, Trajectory
 from dovetail.config.rollout import RolloutConfig
