@@ -6,6 +6,7 @@ when a run asks for it; a missing package is an error before the first step.
 
 from __future__ import annotations
 
+import html
 import importlib
 import random
 import time
@@ -58,9 +59,7 @@ def _score(score: float | None) -> str:
 
 
 def _cell(text: str) -> str:
-    for sign, safe in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ("|", "&#124;"), ("\n", "<br>")):
-        text = text.replace(sign, safe)
-    return text
+    return html.escape(text, quote=False).replace("|", "&#124;").replace("\n", "<br>")
 
 
 @dataclass(frozen=True)
