@@ -288,10 +288,7 @@ class ChatRenderer:
         """The special tokens that end an answer: with text, and with calls."""
         between = self._between_calls()
         stops: list[str] = []
-        for answer, reply in (
-            (model_says(PROBES[0]), user_says("hi")),
-            (model_calls("", PROBES[0]), tool_says("hi")),
-        ):
+        for answer, reply in ((model_says(PROBES[0]), user_says("hi")), (model_calls("", PROBES[0]), tool_says("hi"))):
             try:
                 last = self._render([user_says("hi"), answer], None, generation=False)
                 followed = self._render([user_says("hi"), answer, reply], None, generation=True)

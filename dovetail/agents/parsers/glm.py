@@ -11,10 +11,7 @@ from dovetail.agents.parsers.hermes import TOOL_CALL
 from dovetail.agents.types import Schemas, ToolCall
 
 _NAME = re.compile(r"\s*([^\s<]+)\s*(?=<arg_key>|\Z)")
-_ARGUMENT = re.compile(
-    r"\s*<arg_key>([^<]*)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*",
-    re.DOTALL,
-)
+_ARGUMENT = re.compile(r"\s*<arg_key>([^<]*)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL)
 
 
 class GlmParser:
