@@ -55,11 +55,12 @@ class CudaCounter:
         return total - free
 
 
-@dataclass
+@dataclass(eq=False)
 class Phase:
-    """GiB on the device, by all its processes; None before the phase has ended."""
+    """`peak_gib` is on the device, by all its processes; None before the phase has ended."""
 
     peak_gib: float | None = None
+    peak_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -76,24 +77,24 @@ class DevicePeaks:
     def __init__(self, counter: CudaCounter) -> None:
         self._counter = counter
         self._lock = threading.Lock()
-        self._open: list[_Running] = []
+        self._open: list[Phase] = []
         self._run_allocated = self._run_reserved = 0
         self._edge = self._look()
 
     @contextmanager
     def phase(self) -> Iterator[Phase]:
         """What happens inside. A phase that raises has no peak."""
-        phase, running = Phase(), _Running()
+        phase = Phase()
         with self._lock:
             self._fold()
-            self._open.append(running)
+            self._open.append(phase)
         try:
             yield phase
         finally:
             with self._lock:
                 self._fold()
-                self._open.remove(running)
-        phase.peak_gib = running.peak / GIB
+                self._open.remove(phase)
+        phase.peak_gib = phase.peak_bytes / GIB
 
     def mark(self) -> None:
         """An edge inside a phase: an engine has just woken, or is about to fall asleep."""
@@ -112,8 +113,8 @@ class DevicePeaks:
         self._run_allocated = max(self._run_allocated, peak)
         self._run_reserved = max(self._run_reserved, self._counter.peak_reserved())
         on_device = max(before.used, now.used, peak + min(before.beyond, now.beyond))
-        for running in self._open:
-            running.peak = max(running.peak, on_device)
+        for phase in self._open:
+            phase.peak_bytes = max(phase.peak_bytes, on_device)
         self._counter.reset_peaks()
         self._edge = now
 
@@ -137,11 +138,6 @@ class _Edge:
 
     beyond: int
     used: int
-
-
-@dataclass(eq=False)
-class _Running:
-    peak: int = 0
 
 
 _OF_PROCESS: dict[tuple[Any, int], DevicePeaks] = {}
