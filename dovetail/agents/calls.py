@@ -171,11 +171,8 @@ class CheckedTools:
         self, number: int, run: Callable[[], Awaitable[ToolResult]], event: dict[str, Any]
     ) -> ToolResult:
         """What was recorded under this number; else what `run` gives, cut to its length, with an event."""
-        if number not in self._results:
-            self._results[number] = await self._watched(run, event)
-        return self._results[number]
-
-    async def _watched(self, run: Callable[[], Awaitable[ToolResult]], event: dict[str, Any]) -> ToolResult:
+        if number in self._results:
+            return self._results[number]
         if not self._num_running:
             self._before = copy.deepcopy(self._tools.state()), dict(self._results)
         self._num_running += 1
@@ -192,6 +189,7 @@ class CheckedTools:
                 event["metrics"] = metrics
             if result.failure:
                 event["failure"] = result.failure
+            self._results[number] = result
             return result
         except InfrastructureError:
             event["failure"] = "infra"

@@ -23,11 +23,7 @@ def rows_of(
 
     Of (prompt ids, trajectory): a trajectory that ended before its first turn is a row without a response.
     """
-    columns: dict[str, list[Any]] = {
-        name: []
-        for name in ("uid", "trajectory", "segment", "outcome", "num_turns", "agent_reward", "turn_rewards", "messages")
-    }
-    columns["events"] = []
+    rows: list[dict[str, Any]] = []
     prompts: list[Sequence[int]] = []
     responses: list[Response] = []
     for prompt_ids, trajectory in ended:
@@ -39,7 +35,7 @@ def rows_of(
             is_cut = trajectory.outcome == "length" and number == len(segments) - 1
             whole = "stop" if segment.response.finish_reason == "length" else segment.response.finish_reason
             responses.append(replace(segment.response, finish_reason="length" if is_cut else whole))
-            values = {
+            row = {
                 "uid": trajectory.task.uid,
                 "trajectory": trajectory.task.sample,
                 "segment": number,
@@ -50,11 +46,10 @@ def rows_of(
                 "messages": [dict(message) for message in trajectory.messages],
                 "events": [dict(event) for event in trajectory.events],
             }
-            for name, value in values.items():
-                columns[name].append(value)
+            rows.append(row)
     batch = assemble(prompts, responses, pad_token_id=pad_token_id, prompt_length=rollout.prompt_length)
     dtypes: dict[str, Any] = {"trajectory": np.int64, "segment": np.int64, "num_turns": np.int64, "agent_reward": float}
-    arrays = {name: _column(values, dtypes.get(name, object)) for name, values in columns.items()}
+    arrays = {name: _column([row[name] for row in rows], dtypes.get(name, object)) for name in rows[0]}
     return batch.union(DataProto.from_dict(non_tensors=arrays))
 
 

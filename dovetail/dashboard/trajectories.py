@@ -40,19 +40,17 @@ def summary(row: dict[str, Any]) -> dict[str, Any] | None:
 
 def conversation(row: dict[str, Any]) -> dict[str, Any]:
     """The messages, events and turn rewards of a record, each only if it has the form it should have."""
-    messages = row.get("messages") if isinstance(row.get("messages"), list) else []
-    rewards = row.get("turn_rewards") if isinstance(row.get("turn_rewards"), list) else []
     return {
-        "messages": [message for message in messages or [] if isinstance(message, dict)],
+        "messages": [message for message in _list_of(row, "messages") if isinstance(message, dict)],
         "events": events_of(row),
-        "turn_rewards": [pair for pair in rewards or [] if isinstance(pair, list) and len(pair) == 2],
+        "turn_rewards": [pair for pair in _list_of(row, "turn_rewards") if isinstance(pair, list) and len(pair) == 2],
     }
 
 
 def events_of(row: dict[str, Any]) -> list[dict[str, Any]]:
     """What happened in a trajectory, in order."""
-    events = row.get("events") if isinstance(row.get("events"), list) else []
-    known = [event for event in events or [] if isinstance(event, dict) and isinstance(event.get("kind"), str)]
+    events = _list_of(row, "events")
+    known = [event for event in events if isinstance(event, dict) and isinstance(event.get("kind"), str)]
     # A failure or a name that is null is one that is not there.
     return [{name: value for name, value in event.items() if name not in _TEXTS or value} for event in known]
 
@@ -76,6 +74,11 @@ def time_of_trajectories(table: MetricsTable, most: int) -> dict[str, Any]:
 def _seconds(events: list[dict[str, Any]], kind: str) -> float:
     values = [event.get("seconds") for event in events if event["kind"] == kind]
     return float(sum(value for value in values if isinstance(value, (int, float))))
+
+
+def _list_of(row: dict[str, Any], name: str) -> list[Any]:
+    value = row.get(name)
+    return value if isinstance(value, list) else []
 
 
 def _whole(value: Any) -> int:
