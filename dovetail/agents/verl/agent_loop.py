@@ -177,15 +177,8 @@ class AgentLoopBase(ABC):
     async def process_vision_info(self, messages: Sequence[Message]) -> dict[str, Any]:
         return await self.process_multi_modal_info(messages)
 
-    async def ct_build_initial_tokens(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[dict[str, Any]] | None = None,
-        images: Any = None,
-        videos: Any = None,
-        audios: Any = None,
-    ) -> list[int]:
-        return await self.apply_chat_template(messages, tools, images, videos, audios)
+    async def ct_build_initial_tokens(self, messages: Sequence[Message], *more: Any, **named: Any) -> list[int]:
+        return await self.apply_chat_template(messages, *more, **named)
 
     async def ct_merge_non_assistant_msg(
         self,
