@@ -75,8 +75,11 @@ class TurnTree(dict[int, Node]):
 
     def ids_before(self, node: Node) -> list[int]:
         """What the model reads before it writes this turn, which need not be in the tree yet."""
-        path = self.path(node.parent)
-        return [*(token for each in path for token in (*each.observed, *each.token_ids)), *node.observed]
+        ids: list[int] = []
+        for each in self.path(node.parent):
+            ids += each.observed
+            ids += each.token_ids
+        return ids + node.observed
 
     def matches(self, ids: list[int]) -> dict[int, tuple[int, int]]:
         """The turns that stand in these ids behind exactly what they were sampled after.
