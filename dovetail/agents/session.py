@@ -115,8 +115,7 @@ class Session:
         computes its log-probs. Raises `TrajectoryEnd` when no room is left.
         """
         node = self._next_node(self._next_number(), messages, list(tools or []))
-        if node.finish_reason == "running":
-            await self._sample(node, max_new_tokens)
+        await self._sample(node, max_new_tokens)
         node.is_cut |= node.is_closed and node.token_ids[-1] in self.settings.text_stop_ids
         if stop:  # also of a recorded turn, which may have been recorded before it was cut
             node.keep(self.settings.renderer.tokens_before(node.token_ids, stop))
@@ -137,8 +136,7 @@ class Session:
         with, for the record. A turn ends after the first of the texts in `stop`. Otherwise as `chat`.
         """
         node = self._next_node_of_ids(self._next_number(), list(prompt_ids), messages)
-        if node.finish_reason == "running":
-            await self._sample(node, max_new_tokens, stop_token_ids)
+        await self._sample(node, max_new_tokens, stop_token_ids)
         if stop:
             node.keep(self.settings.renderer.tokens_before(node.token_ids, stop, inclusive=True))
         return self._add(node)
@@ -301,6 +299,8 @@ class Session:
         return best
 
     async def _sample(self, node: Node, max_new_tokens: int | None, stop_token_ids: Sequence[int] = ()) -> None:
+        if node.finish_reason != "running":
+            return  # recorded to its end
         ids = [*self.tree.ids_before(node), *node.token_ids]
         first = next(iter(self.tree.path(node.parent)), node)
         room = self.settings.response_length - (len(ids) - min(len(first.observed), self.settings.prompt_length))
