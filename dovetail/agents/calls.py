@@ -69,9 +69,7 @@ class CheckedTools:
     ) -> CheckedTools:
         """The trajectory's tools. With the `state` of another one, calls give what was recorded; then they go on."""
         state = state or {}
-        tools, opening = await _retried(
-            lambda: toolbox.open(task, state.get("tools")), "the tools", session, settings, turn=None
-        )
+        tools, opening = await _retried(lambda: toolbox.open(task, state.get("tools")), "the tools", session, settings)
         checked = cls(tools, state.get("opening", opening), session, settings)
         checked._results = {int(number): ToolResult(**result) for number, result in state.get("results", {}).items()}
         return checked
@@ -113,14 +111,7 @@ class CheckedTools:
 
         async def run() -> ToolResult:
             try:
-                response = await _retried(
-                    lambda: self._tools.respond(list(messages)),
-                    "the environment",
-                    self._session,
-                    self.settings,
-                    turn=node,
-                    timed=False,
-                )
+                response = await self._attempts(lambda: self._tools.respond(list(messages)), "the environment", node)
             except DeadlineError as error:
                 raise TrajectoryEnd("time_limit") from error
             return _OVER if response is None else response
@@ -130,7 +121,7 @@ class CheckedTools:
 
     async def reward(self) -> float | None:
         """The environment's own score of the trajectory."""
-        return await _retried(self._tools.reward, "the reward", self._session, self.settings, turn=None)
+        return await _retried(self._tools.reward, "the reward", self._session, self.settings)
 
     async def close(self) -> None:
         await within(self.settings.tool_timeout_s, self._tools.close())
@@ -153,20 +144,15 @@ class CheckedTools:
         return self._num_asked - 1
 
     async def _call(self, number: int, call: ToolCall, turn: int | None) -> ToolResult:
-        event = {
-            "name": call.name,
-            "arguments": call.arguments if call.arguments is not None else call.text,
-            "turn": turn,
-        }
+        arguments = call.text if call.arguments is None else call.arguments
+        event = {"name": call.name, "arguments": arguments, "turn": turn}
 
         async def run() -> ToolResult:
             if call.arguments is None:
                 event["failure"] = "invalid call"
                 return ToolResult(f"Error: the call could not be read: {call.error}.")
             try:
-                return await _retried(
-                    lambda: self._tools.call(call), call.name, self._session, self.settings, turn=turn, timed=False
-                )
+                return await self._attempts(lambda: self._tools.call(call), call.name, turn)
             except DeadlineError as error:
                 event["failure"] = "timeout"
                 return ToolResult(f"Error: {call.name} timed out after {error.seconds:g} s.")
@@ -178,15 +164,15 @@ class CheckedTools:
 
         return await self._recorded(number, run, event)
 
+    async def _attempts(self, work: Callable[[], Coroutine[Any, Any, T]], what: str, turn: int | None) -> T:
+        return await _retried(work, what, self._session, self.settings, turn=turn, timed=False)
+
     async def _recorded(
         self, number: int, run: Callable[[], Awaitable[ToolResult]], event: dict[str, Any]
     ) -> ToolResult:
         """What was recorded under this number; else what `run` gives, cut to its length, with an event."""
-        if number not in self._results:
-            self._results[number] = await self._watched(run, event)
-        return self._results[number]
-
-    async def _watched(self, run: Callable[[], Awaitable[ToolResult]], event: dict[str, Any]) -> ToolResult:
+        if number in self._results:
+            return self._results[number]
         if not self._num_running:
             self._before = copy.deepcopy(self._tools.state()), dict(self._results)
         self._num_running += 1
@@ -203,6 +189,7 @@ class CheckedTools:
                 event["metrics"] = metrics
             if result.failure:
                 event["failure"] = result.failure
+            self._results[number] = result
             return result
         except InfrastructureError:
             event["failure"] = "infra"
@@ -232,7 +219,7 @@ async def _retried(
     session: Session,
     settings: CallSettings,
     *,
-    turn: int | None,
+    turn: int | None = None,
     timed: bool = True,
 ) -> T:
     """The result of `work`, started again after an `InfrastructureError`; with `timed`, its deadline is one, too."""

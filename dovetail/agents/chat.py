@@ -38,7 +38,7 @@ from dovetail.agents.thinking import (
     text_of,
     written_after,
 )
-from dovetail.agents.types import Message
+from dovetail.agents.types import Message, Schemas
 from dovetail.data.encode import reads_parts_alone, with_parts
 
 # A noncharacter, which no text should hold: stands in rendered text where an encoding has to be cut.
@@ -63,7 +63,7 @@ class Rendered:
 
     messages: list[Message] | None = None
     """As they were given; whoever has them must not change them."""
-    tools: Sequence[Mapping[str, Any]] | None = None
+    tools: Schemas | None = None
     prepared: list[Message] = field(default_factory=list)
     text: str = ""
 
@@ -75,7 +75,7 @@ class ChatRenderer:
     space before every text (Llama 2's) put one there, too.
     """
 
-    def __init__(self, tokenizer: Any, tools: Sequence[Mapping[str, Any]] | None = None, **template_kwargs: Any):
+    def __init__(self, tokenizer: Any, tools: Schemas | None = None, **template_kwargs: Any):
         if not tokenizer.chat_template:
             raise ChatTemplateError(
                 "the tokenizer has no chat template; set actor_rollout_ref.model.custom_chat_template."
@@ -116,11 +116,7 @@ class ChatRenderer:
         return tuple(sorted(ids | {self.tokenizer.eos_token_id} - {None}))
 
     def start(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        *,
-        rendered: Rendered | None = None,
+        self, messages: Sequence[Message], tools: Schemas | None = None, *, rendered: Rendered | None = None
     ) -> list[int]:
         """Ids of the conversation and of the generation prompt, exactly as the template writes them."""
         prepared = [self._prepared(message) for message in messages]
@@ -135,7 +131,7 @@ class ChatRenderer:
         new: Sequence[Message],
         *,
         closed: bool,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Schemas | None = None,
         stop_id: int | None = None,
         written: Sequence[int] | None = None,
         rendered: Rendered | None = None,
@@ -159,7 +155,7 @@ class ChatRenderer:
                 return None
         return tail.ids[1:] if stop_id is None or stop_id == tail.ids[0] else None
 
-    def answer(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> list[int]:
+    def answer(self, messages: Sequence[Message], tools: Schemas | None = None) -> list[int]:
         """Ids that a model should write for the last message after `start` of the others, its stop token included.
 
         As the template writes them, with what it leaves out of the history: the thinking that the prompt has opened.
@@ -201,7 +197,7 @@ class ChatRenderer:
         # Some families end an answer with what begins the next message, which is not there yet.
         return self._encode_text(rest[: min(ends)] if ends else rest + stop)
 
-    def _prompt(self, messages: list[Message], tools: Sequence[Mapping[str, Any]] | None) -> Prompt:
+    def _prompt(self, messages: list[Message], tools: Schemas | None) -> Prompt:
         text = self._render_prepared(messages, tools, generation=True)
         if THINKING_TAG.search(text) is None:
             return Prompt(text, "")
@@ -253,11 +249,7 @@ class ChatRenderer:
         return None
 
     def _tail(
-        self,
-        messages: Sequence[Message],
-        new: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]] | None,
-        rendered: Rendered,
+        self, messages: Sequence[Message], new: Sequence[Message], tools: Schemas | None, rendered: Rendered
     ) -> Tail | Rewrite:
         """What comes from the answer's stop token to the next generation prompt, or why it does not simply follow."""
         assert messages[-1]["role"] == "assistant", "the last message is the model's answer"
@@ -296,10 +288,7 @@ class ChatRenderer:
         """The special tokens that end an answer: with text, and with calls."""
         between = self._between_calls()
         stops: list[str] = []
-        for answer, reply in (
-            (model_says(PROBES[0]), user_says("hi")),
-            (model_calls("", PROBES[0]), tool_says("hi")),
-        ):
+        for answer, reply in ((model_says(PROBES[0]), user_says("hi")), (model_calls("", PROBES[0]), tool_says("hi"))):
             try:
                 last = self._render([user_says("hi"), answer], None, generation=False)
                 followed = self._render([user_says("hi"), answer, reply], None, generation=True)
@@ -326,14 +315,10 @@ class ChatRenderer:
         between, second, _ = text.partition(PROBES[0])[2].partition(PROBES[1])
         return set(self._special.findall(between)) if second else set()  # gpt-oss writes one call only
 
-    def _render(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, *, generation: bool
-    ) -> str:
+    def _render(self, messages: Sequence[Message], tools: Schemas | None, *, generation: bool) -> str:
         return self._render_prepared([self._prepared(message) for message in messages], tools, generation=generation)
 
-    def _render_prepared(
-        self, messages: list[Message], tools: Sequence[Mapping[str, Any]] | None, *, generation: bool
-    ) -> str:
+    def _render_prepared(self, messages: list[Message], tools: Schemas | None, *, generation: bool) -> str:
         from jinja2 import TemplateError
 
         tools = tools if tools is not None else self.tools

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dovetail.agents.chat import CUT, ChatRenderer, ChatTemplateError
-from dovetail.agents.types import Message
+from dovetail.agents.types import Message, Schemas
 from dovetail.data.encode import count_media, open_image, run_processor
 
 
@@ -28,7 +28,7 @@ class MediaRenderer(ChatRenderer):
         self,
         tokenizer: Any,
         processor: Any,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Schemas | None = None,
         *,
         processor_kwargs: Mapping[str, Any] | None = None,
         **template_kwargs: Any,

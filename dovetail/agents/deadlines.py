@@ -1,4 +1,5 @@
-"""Deadlines of calls. The time in which a call waits for its turn does not count."""
+"""Deadlines of trajectories and of calls. The time in which one is held, as while a call waits for its turn, does not
+count."""
 
 from __future__ import annotations
 
@@ -19,42 +20,55 @@ class DeadlineError(Exception):
         self.seconds = seconds
 
 
-class _Queued:
-    """Seconds that a call has waited for its turn."""
+class Deadline:
+    """A limit that can be held. `passed` is set when it is over."""
 
-    def __init__(self) -> None:
-        self._seconds = 0.0
+    def __init__(self, seconds: float, *, held: bool = False) -> None:
+        self.seconds = seconds
+        self.passed = asyncio.Event()
+        self._held = held
+        self._started = False
+        self._left = seconds
         self._since: float | None = None
+        self._timer: asyncio.TimerHandle | None = None
 
-    def begin(self) -> None:
-        self._since = asyncio.get_running_loop().time()
+    def start(self) -> None:
+        """The work begins; its time runs unless it is held."""
+        self._started = True
+        if not self._held:
+            self.go()
 
-    def end(self) -> None:
-        if self._since is not None:
-            self._seconds += asyncio.get_running_loop().time() - self._since
-            self._since = None
+    def go(self) -> None:
+        """Let the time run."""
+        self._held = False
+        if self._started and self._timer is None:
+            loop = asyncio.get_running_loop()
+            self._since = loop.time()
+            self._timer = loop.call_later(self._left, self.passed.set)
 
-    def take(self) -> float:
-        """Those that nobody has taken yet."""
-        if self._since is not None:
-            self.end()
-            self.begin()
-        seconds, self._seconds = self._seconds, 0.0
-        return seconds
+    def hold(self) -> None:
+        """Stop the time."""
+        self._held = True
+        if self._timer is not None and self._since is not None:
+            self._timer.cancel()
+            self._timer = None
+            self._left = max(0.0, self._left - (asyncio.get_running_loop().time() - self._since))
 
 
-_QUEUED: ContextVar[_Queued | None] = ContextVar("queued", default=None)
+_OF_CALL: ContextVar[Deadline | None] = ContextVar("deadline", default=None)
 
 
 @asynccontextmanager
 async def place_in(places: asyncio.Semaphore) -> AsyncIterator[None]:
     """Hold one of the places. Until there is one, the deadline of the call stands still."""
-    queued = _QUEUED.get() or _Queued()
-    queued.begin()
+    deadline = _OF_CALL.get()
+    if deadline is not None:
+        deadline.hold()
     try:
         await places.acquire()
     finally:
-        queued.end()
+        if deadline is not None:
+            deadline.go()
     try:
         yield
     finally:
@@ -62,25 +76,30 @@ async def place_in(places: asyncio.Semaphore) -> AsyncIterator[None]:
 
 
 async def within(seconds: float, work: Coroutine[Any, Any, T]) -> T:
-    """The result; `DeadlineError` after so many seconds, also where the work does not let itself be cancelled."""
-    queued = _Queued()
-    token = _QUEUED.set(queued)
+    """The result of a call; `DeadlineError` after so many seconds."""
+    deadline = Deadline(seconds)
+    token = _OF_CALL.set(deadline)
     task = asyncio.ensure_future(work)  # in a copy of the context
-    _QUEUED.reset(token)
-    left = seconds
+    _OF_CALL.reset(token)
     try:
-        while left > 0:
-            done, _ = await asyncio.wait({task}, timeout=left)
-            left = 0.0 if done else queued.take()
+        return await until(deadline, task)
+    finally:
+        deadline.hold()
+
+
+async def until(deadline: Deadline, task: asyncio.Future[T]) -> T:
+    """The result, from when the deadline starts; `DeadlineError` once it has passed, also where the task does not let
+    itself be cancelled."""
+    passed = asyncio.ensure_future(deadline.passed.wait())
+    deadline.start()
+    try:
+        # The deadline is the limit: one that is held while others work passes in the end.
+        await asyncio.wait({task, passed}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise DeadlineError(deadline.seconds)
+        if task.cancelled():  # by its own code: a CancelledError would end whoever waits for it, unseen by all
+            raise RuntimeError("its own code cancelled it")
+        return task.result()
     finally:
         task.cancel()
-    if not task.done():
-        raise DeadlineError(seconds)
-    return result_of(task)
-
-
-def result_of(task: asyncio.Future[T]) -> T:
-    """Of a task that has ended. A CancelledError of its own code would end whoever waits for it, unseen by all."""
-    if task.cancelled():
-        raise RuntimeError("its own code cancelled it")
-    return task.result()
+        passed.cancel()

@@ -20,8 +20,8 @@ from dovetail.config.user_code import PACKAGE_PREFIX, UserCodeError, load_user_o
 AgentLoop: TypeAlias = Callable[[Task, Session], Awaitable[float | None]]
 Loop = TypeVar("Loop", bound=Callable[..., Any])
 
-_LOOPS: dict[str, AgentLoop] = {}
-_REPLAYED: set[str] = set()
+_LOOPS: dict[str, tuple[AgentLoop, bool]] = {}
+"""And whether each replays."""
 
 
 def agent_loop(name: str, *, replays: bool = False) -> Callable[[Loop], Loop]:
@@ -32,8 +32,7 @@ def agent_loop(name: str, *, replays: bool = False) -> Callable[[Loop], Loop]:
     """
 
     def register(loop: Loop) -> Loop:
-        _LOOPS[name] = as_loop(loop)
-        (_REPLAYED.add if replays else _REPLAYED.discard)(name)
+        _LOOPS[name] = as_loop(loop), replays
         return loop
 
     return register
@@ -45,12 +44,12 @@ def get_loop(name: str) -> AgentLoop:
             f"there is no agent loop {name!r}; there are {', '.join(sorted(_LOOPS))}. Register it with "
             "@agent_loop in a module of trainer.import_modules, or in rollout.agent.agent_loop_config_path."
         )
-    return _LOOPS[name]
+    return _LOOPS[name][0]
 
 
 def replays(name: str) -> bool:
     """Whether a trajectory of this loop can go on after a resume."""
-    return name in _REPLAYED
+    return name in _LOOPS and _LOOPS[name][1]
 
 
 def load_loops(path: str) -> None:

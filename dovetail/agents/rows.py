@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
+import torch
 
 from dovetail.agents.types import Segment, Task, Trajectory
 from dovetail.config.rollout import RolloutConfig
@@ -21,11 +23,7 @@ def rows_of(
 
     Of (prompt ids, trajectory): a trajectory that ended before its first turn is a row without a response.
     """
-    columns: dict[str, list[Any]] = {
-        name: []
-        for name in ("uid", "trajectory", "segment", "outcome", "num_turns", "agent_reward", "turn_rewards", "messages")
-    }
-    columns["events"] = []
+    rows: list[dict[str, Any]] = []
     prompts: list[Sequence[int]] = []
     responses: list[Response] = []
     for prompt_ids, trajectory in ended:
@@ -37,7 +35,7 @@ def rows_of(
             is_cut = trajectory.outcome == "length" and number == len(segments) - 1
             whole = "stop" if segment.response.finish_reason == "length" else segment.response.finish_reason
             responses.append(replace(segment.response, finish_reason="length" if is_cut else whole))
-            values = {
+            row = {
                 "uid": trajectory.task.uid,
                 "trajectory": trajectory.task.sample,
                 "segment": number,
@@ -48,11 +46,10 @@ def rows_of(
                 "messages": [dict(message) for message in trajectory.messages],
                 "events": [dict(event) for event in trajectory.events],
             }
-            for name, value in values.items():
-                columns[name].append(value)
+            rows.append(row)
     batch = assemble(prompts, responses, pad_token_id=pad_token_id, prompt_length=rollout.prompt_length)
     dtypes: dict[str, Any] = {"trajectory": np.int64, "segment": np.int64, "num_turns": np.int64, "agent_reward": float}
-    arrays = {name: _column(values, dtypes.get(name, object)) for name, values in columns.items()}
+    arrays = {name: _column([row[name] for row in rows], dtypes.get(name, object)) for name in rows[0]}
     return batch.union(DataProto.from_dict(non_tensors=arrays))
 
 
@@ -77,6 +74,42 @@ def trajectory_from_json(value: dict[str, Any], task: Task) -> Trajectory:
     fields: dict[str, Any] = {name: tuple(part) if isinstance(part, list) else part for name, part in value.items()}
     fields["segments"] = segments
     return Trajectory(task, **fields)
+
+
+def states_as_rows(rows: Sequence[tuple[str, int, dict[str, Any]]]) -> DataProto | None:
+    """States of trajectories as a batch that can be sent and saved; `weight_version` says how many tokens they have."""
+    if not rows:
+        return None
+    nodes = [state.get("session", {}).get("nodes", ()) for _, _, state in rows]
+    versions = [[version for node in own for version in node["weight_versions"]] for own in nodes]
+    padded = torch.full((len(rows), max(1, *map(len, versions))), -1, dtype=torch.int32)
+    for row, own in enumerate(versions):
+        padded[row, : len(own)] = torch.tensor(own, dtype=torch.int32)
+    return DataProto.from_dict(
+        {"weight_version": padded},
+        {
+            "uid": np.array([uid for uid, _, _ in rows], dtype=object),
+            "sample_index": np.array([index for _, index, _ in rows], dtype=np.int64),
+            "state": np.array([json.dumps(state, default=_refuse) for _, _, state in rows], dtype=object),
+        },
+    )
+
+
+def _refuse(value: object) -> str:
+    kind = type(value).__name__
+    raise TypeError(
+        f"{value!r:.80} in the record of a trajectory is no JSON but {kind}; state() must return JSON values."
+    )
+
+
+def states_by_uid(snapshot: DataProto | None) -> dict[str, dict[int, Any]]:
+    """The inverse of `states_as_rows`."""
+    states: dict[str, dict[int, Any]] = {}
+    if snapshot is not None:
+        others = snapshot.non_tensor_batch
+        for uid, index, state in zip(others["uid"], others["sample_index"], others["state"], strict=True):
+            states.setdefault(str(uid), {})[int(index)] = json.loads(state)
+    return states
 
 
 def _column(values: list[Any], dtype: Any) -> np.ndarray:

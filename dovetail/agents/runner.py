@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.agents.calls import CallSettings, CheckedTools
-from dovetail.agents.deadlines import result_of
+from dovetail.agents.deadlines import Deadline, DeadlineError, until
 from dovetail.agents.loops import AgentLoop
 from dovetail.agents.session import DivergedError, RewrittenHistoryError, Session, TrajectoryEnd
 from dovetail.agents.types import GRADED, InfrastructureError, Outcome, Task, Toolbox, Trajectory, checked_reward
@@ -24,40 +24,6 @@ _LEADING = (str(Path(__file__).parent), contextlib.__file__, asyncio.__path__[0]
 """Where the frames are that lead to the user's code."""
 _NO_REQUEST = "the agent ended and has not asked the model for a turn (at OPENAI_BASE_URL, or with session.chat)."
 _REPORTED: set[tuple[Any, ...]] = set()
-
-
-class Deadline:
-    """A limit that can be held while the engine does not generate. `passed` is set when it is over."""
-
-    def __init__(self, seconds: float, *, held: bool = False) -> None:
-        self.passed = asyncio.Event()
-        self._held = held
-        self._started = False
-        self._left = seconds
-        self._since: float | None = None
-        self._timer: asyncio.TimerHandle | None = None
-
-    def start(self) -> None:
-        """The trajectory begins; its time runs unless it is held."""
-        self._started = True
-        if not self._held:
-            self.go()
-
-    def go(self) -> None:
-        """Let the time run."""
-        self._held = False
-        if self._started and self._timer is None:
-            loop = asyncio.get_running_loop()
-            self._since = loop.time()
-            self._timer = loop.call_later(self._left, self.passed.set)
-
-    def hold(self) -> None:
-        """Stop the time."""
-        self._held = True
-        if self._timer is not None and self._since is not None:
-            self._timer.cancel()
-            self._timer = None
-            self._left = max(0.0, self._left - (asyncio.get_running_loop().time() - self._since))
 
 
 async def run_trajectory(
@@ -80,28 +46,24 @@ async def run_trajectory(
 
     try:
         try:
-            returned = await _until(deadline, drive())
+            returned = await until(deadline, asyncio.ensure_future(drive()))
             reward = None if returned is None else checked_reward(returned, "the reward that the agent loop returned")
         except TrajectoryEnd as end:
             outcome, reward = end.outcome, end.reward
-        except InfrastructureError as failure:
-            outcome, error = "infra", str(failure)
+        except DeadlineError:
+            outcome = "time_limit"
         except FATAL:
             raise
         except Exception as failure:  # noqa: BLE001 - it may be the user's code
-            outcome, error = "tool_error", f"{type(failure).__name__}: {failure}"
-            _report(session.name, failure)
+            outcome, error = _outcome_of(failure, session.name)
         await session.end()
         if outcome == "finished" and reward is None and not session.segments():
             outcome, error = "tool_error", _NO_REQUEST
         if outcome in GRADED and reward is None and session.tools is not None:
             try:
                 reward = await session.tools.reward()
-            except InfrastructureError as failure:
-                outcome, error = "infra", str(failure)
             except Exception as failure:  # noqa: BLE001 - as above
-                outcome, error = "tool_error", f"{type(failure).__name__}: {failure}"
-                _report(session.name, failure)
+                outcome, error = _outcome_of(failure, session.name)
     finally:
         deadline.hold()
         await _close(session)
@@ -119,6 +81,13 @@ async def run_trajectory(
     )
 
 
+def _outcome_of(failure: Exception, name: str) -> tuple[Outcome, str]:
+    if isinstance(failure, InfrastructureError):
+        return "infra", str(failure)
+    _report(name, failure)
+    return "tool_error", f"{type(failure).__name__}: {failure}"
+
+
 def _report(name: str, failure: Exception) -> None:
     """Log the part of the traceback that is the user's, once for each place: a batch may fail as a whole."""
     place = (type(failure), *traceback.extract_tb(failure.__traceback__)[-1][:2])
@@ -130,21 +99,6 @@ def _report(name: str, failure: Exception) -> None:
         frame = frame.tb_next
     shown = "".join(traceback.format_exception(type(failure), failure, frame)).strip()
     logger.warning("trajectory %s ended with an exception (shown once; others are counted):\n%s", name, shown)
-
-
-async def _until(deadline: Deadline, work: Any) -> Any:
-    """The result of `work`; `TrajectoryEnd` once the deadline has passed, also where the work cannot be cancelled."""
-    task, passed = asyncio.ensure_future(work), asyncio.ensure_future(deadline.passed.wait())
-    deadline.start()
-    try:
-        # The deadline is the limit: held while the engine does not generate, it passes in the end.
-        await asyncio.wait({task, passed}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise TrajectoryEnd("time_limit")
-        return result_of(task)
-    finally:
-        task.cancel()
-        passed.cancel()
 
 
 async def _close(session: Session) -> None:

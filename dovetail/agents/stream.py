@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import json
 import logging
 import threading
 import time
@@ -19,13 +18,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-import torch
 
 from dovetail.agents.calls import CallSettings
-from dovetail.agents.deadlines import within
+from dovetail.agents.deadlines import Deadline, within
 from dovetail.agents.loops import get_loop, replays
-from dovetail.agents.rows import rows_of, trajectory_from_json, trajectory_to_json
-from dovetail.agents.runner import Deadline, run_trajectory
+from dovetail.agents.rows import rows_of, states_as_rows, states_by_uid, trajectory_from_json, trajectory_to_json
+from dovetail.agents.runner import run_trajectory
 from dovetail.agents.session import DivergedError, Session, SessionSettings
 from dovetail.agents.types import Message, Task, Toolbox, Trajectory
 from dovetail.config.rollout import RolloutConfig
@@ -119,7 +117,7 @@ class AgentStream(OpenGroups[_Group, Mapping[int, Any]]):
 
         With a `snapshot`, go on from what it has of these prompts.
         """
-        known = _states_by_uid(snapshot)
+        known = states_by_uid(snapshot)
         groups = [_group_of(prompts, row, self._rollout, self._agents) for row in range(len(prompts))]
         self._add(groups, {group.uid: known.get(group.uid, {}) for group in groups})
 
@@ -312,7 +310,7 @@ class AgentStream(OpenGroups[_Group, Mapping[int, Any]]):
             for group in groups
             for index in range(len(group.tasks))
         ]
-        return _as_rows(rows)
+        return states_as_rows(rows)
 
     def _state(self, group: _Group, index: int, partial: Mapping[str, GenerationResult]) -> dict[str, Any]:
         if group.uid in self._held:
@@ -388,39 +386,3 @@ def _messages(others: Mapping[str, np.ndarray], row: int) -> list[Message]:
         raise ValueError("agents read the column raw_prompt (messages); set data.return_raw_chat=True.")
     prompt = others["raw_prompt"][row]
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(message) for message in prompt]
-
-
-def _as_rows(rows: Sequence[tuple[str, int, dict[str, Any]]]) -> DataProto | None:
-    """States as a batch that can be sent and saved; `weight_version` says how many tokens they have."""
-    if not rows:
-        return None
-    nodes = [state.get("session", {}).get("nodes", ()) for _, _, state in rows]
-    versions = [[version for node in own for version in node["weight_versions"]] for own in nodes]
-    padded = torch.full((len(rows), max(1, *map(len, versions))), -1, dtype=torch.int32)
-    for row, own in enumerate(versions):
-        padded[row, : len(own)] = torch.tensor(own, dtype=torch.int32)
-    return DataProto.from_dict(
-        {"weight_version": padded},
-        {
-            "uid": np.array([uid for uid, _, _ in rows], dtype=object),
-            "sample_index": np.array([index for _, index, _ in rows], dtype=np.int64),
-            "state": np.array([json.dumps(state, default=_refuse) for _, _, state in rows], dtype=object),
-        },
-    )
-
-
-def _refuse(value: object) -> str:
-    kind = type(value).__name__
-    raise TypeError(
-        f"{value!r:.80} in the record of a trajectory is no JSON but {kind}; state() must return JSON values."
-    )
-
-
-def _states_by_uid(snapshot: DataProto | None) -> dict[str, dict[int, Any]]:
-    """The inverse of `_as_rows`."""
-    states: dict[str, dict[int, Any]] = {}
-    if snapshot is not None:
-        others = snapshot.non_tensor_batch
-        for uid, index, state in zip(others["uid"], others["sample_index"], others["state"], strict=True):
-            states.setdefault(str(uid), {})[int(index)] = json.loads(state)
-    return states

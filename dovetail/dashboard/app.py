@@ -281,11 +281,12 @@ DEFAULT_PORT = 6262
 def bind(port: int | None) -> socket.socket:
     """A listening place. Without a wish: the default port, or any free one when it is taken."""
     try:
-        return _bound(DEFAULT_PORT if port is None else port)
+        # It listens already: who reads the address may connect at once, before the server has started.
+        return socket.create_server((HOST, DEFAULT_PORT if port is None else port))
     except OSError:
         if port is not None:
             raise
-        return _bound(0)
+        return socket.create_server((HOST, 0))
 
 
 def serve(app: FastAPI, listening: socket.socket, *, started: Callable[[str], None]) -> None:
@@ -293,16 +294,3 @@ def serve(app: FastAPI, listening: socket.socket, *, started: Callable[[str], No
     config = uvicorn.Config(app, log_level="warning", access_log=False, server_header=False)
     started(f"http://{HOST}:{listening.getsockname()[1]}")
     uvicorn.Server(config).run(sockets=[listening])
-
-
-def _bound(port: int) -> socket.socket:
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((HOST, port))
-        # Who reads the address may connect at once, before the server has started.
-        listener.listen()
-    except OSError:
-        listener.close()
-        raise
-    return listener

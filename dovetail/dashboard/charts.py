@@ -101,11 +101,7 @@ _OTHER_METHODS = (
         optional=True,
     ),
     Chart(
-        "logps",
-        "Log-probs of chosen and rejected",
-        ("train/logps/chosen",),
-        ("train/logps/rejected",),
-        optional=True,
+        "logps", "Log-probs of chosen and rejected", ("train/logps/chosen",), ("train/logps/rejected",), optional=True
     ),
 )
 
@@ -121,11 +117,7 @@ OVERVIEW = (
         ("response_length/max", "val-aux/response_length/mean"),
     ),
     Chart(
-        "truncated",
-        "Truncated responses (share)",
-        ("response_length/clip_ratio",),
-        (VALIDATION_TRUNCATED,),
-        share=True,
+        "truncated", "Truncated responses (share)", ("response_length/clip_ratio",), (VALIDATION_TRUNCATED,), share=True
     ),
     Chart(
         "entropy",
@@ -133,12 +125,7 @@ OVERVIEW = (
         ("actor/entropy", "actor/entropy_loss"),
         absent="with one optimizer step a batch, set actor_rollout_ref.actor.calculate_entropy=True",
     ),
-    Chart(
-        "kl",
-        "KL divergence",
-        ("actor/kl_loss", "actor/reward_kl_penalty", "critic/kl"),
-        ("actor/ppo_kl",),
-    ),
+    Chart("kl", "KL divergence", ("actor/kl_loss", "actor/reward_kl_penalty", "critic/kl"), ("actor/ppo_kl",)),
     Chart("grad_norm", "Gradient norm", ("actor/grad_norm",), ("critic/grad_norm",)),
     Chart("clip", "Clip fraction", ("actor/pg_clipfrac",), share=True),
     Chart(

@@ -129,7 +129,7 @@ def _page(run: Run) -> str:
 
 
 def _head(run: Run) -> str:
-    status, config = run.status(), _settings(run)
+    status, config = run.status(), run.settings()
     model = str(config.get("actor_rollout_ref.model.path", "")).rstrip("/").split("/")[-1]
     facts = [
         f"{status['state']}, step {status['step']}" + (f" of {status['total_steps']}" if status["total_steps"] else ""),
@@ -244,7 +244,7 @@ def _sample(group: dict[str, Any], sides: tuple[tuple[str, list[dict[str, Any]]]
 
 
 def _config(run: Run) -> str:
-    rows = [row for row in config_rows(_settings(run)) if not row["is_default"]]
+    rows = [row for row in config_rows(run.settings()) if not row["is_default"]]
     if not rows:
         return ""
     lines = "".join(
@@ -254,13 +254,6 @@ def _config(run: Run) -> str:
     )
     head = "<tr><th>key</th><th>value</th><th>default</th></tr>"
     return f"<h2>Settings that differ from the defaults</h2><table>{head}{lines}</table>"
-
-
-def _settings(run: Run) -> dict[str, Any]:
-    try:
-        return run.config()
-    except DashboardError:
-        return {}
 
 
 def _number(value: float | None) -> str:

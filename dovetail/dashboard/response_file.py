@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,21 +79,22 @@ class ResponseFile:
 
     def head(self, entry: Entry) -> dict[str, Any]:
         """A response without the numbers of its tokens."""
-        row = parse_head(read_at(self.path, entry.offset, entry.size))
-        if row is None:
-            raise DashboardError(f"{self.path.name} changed while it was read; load the page again.", status=409)
-        return plain_names(row)
+        return plain_names(self._row(entry, parse_head))
 
     def full_row(self, entry: Entry) -> dict[str, Any]:
         """A response with the numbers of its tokens, where they were recorded."""
-        row = parse_object(read_at(self.path, entry.offset, entry.size))
-        if row is None:
-            raise DashboardError(f"{self.path.name} changed while it was read; load the page again.", status=409)
+        row = self._row(entry, parse_object)
         tokens = {name: row[name] for name in TOKEN_LISTS if isinstance(row.get(name), list)}
         if "token_versions" in tokens:
             tokens["token_versions"] = [version for version, count in tokens["token_versions"] for _ in range(count)]
         more = conversation(row) if summary(row) else {}
         return {**plain_names(row), **more, **tokens}
+
+    def _row(self, entry: Entry, parse: Callable[[bytes], dict[str, Any] | None]) -> dict[str, Any]:
+        row = parse(read_at(self.path, entry.offset, entry.size))
+        if row is None:
+            raise DashboardError(f"{self.path.name} changed while it was read; load the page again.", status=409)
+        return row
 
 
 def stamp_of(path: Path) -> tuple[int, int]:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
-from collections.abc import Callable
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from dovetail.dashboard.response_file import TOKEN_LISTS, Entry, ResponseFile, prompt_bytes, stamp_of
 from dovetail.dashboard.run_files import DashboardError
-from dovetail.dashboard.trajectories import counts_by, of_trajectory
 
 Kind = Literal["rollouts", "validation"]
 Filter = Literal["all", "wrong", "truncated", "no_signal", "failed"]
@@ -85,7 +84,8 @@ class ResponseFolder:
         for group in groups.values():
             fitting = [entry for entry in group if _fits(entry, group, wish.filter)]
             if wish.outcome or wish.tool:
-                kept = of_trajectory(group, wish.outcome, wish.tool)
+                ended_so = [entry for entry in group if not wish.outcome or entry.outcome == wish.outcome]
+                kept = {entry.trajectory for entry in ended_so if not wish.tool or wish.tool in entry.tools}
                 fitting = [entry for entry in fitting if entry.trajectory in kept]
             if wish.words:
                 fitting = [entry for entry in fitting if _has_words(file.head(entry), wish.words)]
@@ -98,7 +98,7 @@ class ResponseFolder:
         return {
             "step": step,
             "bad_lines": file.bad_lines,
-            "counts": counts(file.entries) | counts_by(groups.values()),
+            "counts": counts(file.entries) | _counts_of_trajectories(groups.values()),
             "num_groups": len(chosen),
             "groups": [_show_group(file, group, fitting) for group, fitting in chosen[first : first + count]],
         }
@@ -190,6 +190,16 @@ def counts(entries: tuple[Entry, ...]) -> dict[str, int]:
         "no_signal": sum(entry.group in flat for entry in entries),
         "groups_without_signal": len(flat),
     }
+
+
+def _counts_of_trajectories(groups: Iterable[list[Entry]]) -> dict[str, dict[str, int]]:
+    """Trajectories by outcome, and by tool that they used."""
+    outcomes: Counter[str] = Counter()
+    tools: Counter[str] = Counter()
+    for group in groups:
+        outcomes.update({entry.trajectory: entry.outcome for entry in group if entry.outcome}.values())
+        tools.update(tool for _, tool in {(entry.trajectory, tool) for entry in group for tool in entry.tools})
+    return {"outcomes": dict(outcomes.most_common()), "tools": dict(tools.most_common())}
 
 
 def _groups(entries: tuple[Entry, ...]) -> dict[str, list[Entry]]:

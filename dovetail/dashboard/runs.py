@@ -65,6 +65,13 @@ class Run:
             self._config = (_changed(file), read_config(file))
         return self._config[1]
 
+    def settings(self) -> dict[str, Any]:
+        """The same; nothing of a run that has none, or none that can be read."""
+        try:
+            return self.config()
+        except DashboardError:
+            return {}
+
     def memory(self) -> dict[str, Any]:
         plan = read_object(self.resolve(self.folder / "plan.json"))
         return memory_view(plan, self.timelines.peaks, self.metrics)
@@ -74,17 +81,12 @@ class Run:
         now = read_object(self.folder / NOW)
         last = self.metrics.last_step
         # A run that only validates says that it has no steps to make: null.
-        total = now.get("total_steps") if "total_steps" in now else self._configured_steps()
+        total = now["total_steps"] if "total_steps" in now else self.settings().get("trainer.total_training_steps")
         total = total if isinstance(total, int) else None
         changed = max(_changed(self.folder / name) for name in (METRICS, EVENTS, NOW, "config.yaml")) / 1e9
         state = run_state(now, last, total, changed)
-        status: dict[str, Any] = {
-            "name": self.name,
-            "state": state,
-            "step": last,
-            "total_steps": total,
-            "changed": changed,
-        }
+        status: dict[str, Any] = {"name": self.name, "state": state, "step": last}
+        status |= {"total_steps": total, "changed": changed}
         if state == "running" and isinstance(now.get("phase"), str):
             words = phase_words(self.timelines)
             status |= {
@@ -93,8 +95,7 @@ class Run:
                 "now_step": now.get("step"),
                 "waits": str(now.get("waits", "")),
             }
-        status["message"] = self.failed() if state == "stopped" else None
-        status["message"] = status["message"] or self._message(state, last)
+        status["message"] = (self.failed() if state == "stopped" else "") or self._message(state, last)
         status["views"] = ["async"] if is_asynchronous(self.metrics) else []
         status["bad_lines"] = self.metrics.bad_lines
         return status
@@ -125,13 +126,6 @@ class Run:
             return None
         several = sums["all"] > sums["groups"]
         return sums["groups_without_signal"] / sums["groups"] if several and sums["groups"] else None
-
-    def _configured_steps(self) -> int | None:
-        try:
-            steps = self.config().get("trainer.total_training_steps")
-        except DashboardError:
-            return None
-        return steps if isinstance(steps, int) else None
 
     def _message(self, state: str, last: int | None) -> str | None:
         if state == "created" and not (self.folder / "config.yaml").exists():

@@ -5,9 +5,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -18,17 +16,6 @@ _LOOP = "timing_s/agent_loop/"
 # Of an average trajectory; what is left of the generation phase is idle: others still run.
 _PARTS = (("generate_sequences", "waiting for the engine"), ("tool_calls", "waiting for tools"))
 _TEXTS = ("kind", "name", "failure", "why")
-
-
-class HasTools(Protocol):
-    """What filters look at."""
-
-    @property
-    def outcome(self) -> str: ...
-    @property
-    def trajectory(self) -> int: ...
-    @property
-    def tools(self) -> tuple[str, ...]: ...
 
 
 def summary(row: dict[str, Any]) -> dict[str, Any] | None:
@@ -53,46 +40,19 @@ def summary(row: dict[str, Any]) -> dict[str, Any] | None:
 
 def conversation(row: dict[str, Any]) -> dict[str, Any]:
     """The messages, events and turn rewards of a record, each only if it has the form it should have."""
-    messages = row.get("messages") if isinstance(row.get("messages"), list) else []
-    rewards = row.get("turn_rewards") if isinstance(row.get("turn_rewards"), list) else []
     return {
-        "messages": [message for message in messages or [] if isinstance(message, dict)],
+        "messages": [message for message in _list_of(row, "messages") if isinstance(message, dict)],
         "events": events_of(row),
-        "turn_rewards": [pair for pair in rewards or [] if isinstance(pair, list) and len(pair) == 2],
+        "turn_rewards": [pair for pair in _list_of(row, "turn_rewards") if isinstance(pair, list) and len(pair) == 2],
     }
 
 
 def events_of(row: dict[str, Any]) -> list[dict[str, Any]]:
     """What happened in a trajectory, in order."""
-    events = row.get("events") if isinstance(row.get("events"), list) else []
-    known = [event for event in events or [] if isinstance(event, dict) and isinstance(event.get("kind"), str)]
+    events = _list_of(row, "events")
+    known = [event for event in events if isinstance(event, dict) and isinstance(event.get("kind"), str)]
     # A failure or a name that is null is one that is not there.
     return [{name: value for name, value in event.items() if name not in _TEXTS or value} for event in known]
-
-
-def of_trajectory(entries: Iterable[HasTools], outcome: str, tool: str) -> set[int]:
-    """The trajectories of a group that ended so and used this tool; empty words ask for nothing."""
-    kept: dict[int, bool] = {}
-    for entry in entries:
-        if not outcome or entry.outcome == outcome:
-            kept[entry.trajectory] = kept.get(entry.trajectory, False) or not tool or tool in entry.tools
-    return {number for number, uses_it in kept.items() if uses_it}
-
-
-def counts_by(groups: Iterable[Iterable[HasTools]]) -> dict[str, dict[str, int]]:
-    """Trajectories by outcome, and by tool that they used."""
-    outcomes: Counter[str] = Counter()
-    tools: Counter[str] = Counter()
-    for group in groups:
-        seen: dict[int, str] = {}
-        used: set[tuple[int, str]] = set()
-        for entry in group:
-            if entry.outcome:
-                seen[entry.trajectory] = entry.outcome
-            used |= {(entry.trajectory, tool) for tool in entry.tools}
-        outcomes.update(seen.values())
-        tools.update(tool for _, tool in used)
-    return {"outcomes": dict(outcomes.most_common()), "tools": dict(tools.most_common())}
 
 
 def time_of_trajectories(table: MetricsTable, most: int) -> dict[str, Any]:
@@ -114,6 +74,11 @@ def time_of_trajectories(table: MetricsTable, most: int) -> dict[str, Any]:
 def _seconds(events: list[dict[str, Any]], kind: str) -> float:
     values = [event.get("seconds") for event in events if event["kind"] == kind]
     return float(sum(value for value in values if isinstance(value, (int, float))))
+
+
+def _list_of(row: dict[str, Any], name: str) -> list[Any]:
+    value = row.get(name)
+    return value if isinstance(value, list) else []
 
 
 def _whole(value: Any) -> int:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -203,20 +204,13 @@ class _Clock:
     def __init__(self, on_stage: Callable[[str], None]) -> None:
         self.stages: list[Stage] = []
         self._on_stage = on_stage
-        self._name = ""
-        self._started = 0.0
 
-    def __call__(self, name: str) -> _Clock:
-        self._name = name
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
         self._on_stage(name)
-        return self
-
-    def __enter__(self) -> None:
-        self._started = time.perf_counter()
-
-    def __exit__(self, *failure: object) -> None:
-        self.stages.append(Stage(self._name, time.perf_counter() - self._started, ""))
+        started = time.perf_counter()
+        yield
+        self.stages.append(Stage(name, time.perf_counter() - started, ""))
 
     def judge(self, passed: bool, words: str) -> None:
-        last = self.stages[-1]
-        self.stages[-1] = Stage(last.name, last.seconds, words, passed)
+        self.stages[-1] = replace(self.stages[-1], outcome=words, passed=passed)

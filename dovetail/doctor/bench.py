@@ -29,8 +29,12 @@ from dovetail.trainer.model_folders import fetch_models
 from dovetail.trainer.own_log_probs import first_mini_batch, score_others
 from dovetail.trainer.step_metrics import update_metrics
 
-_PHASES = {"gen": "rollout", "old_log_prob": "old log-probs", "update_actor": "actor update"}
-_PLANNED_AS = {"gen": "rollout", "old_log_prob": "log-probs", "update_actor": "update actor"}
+# What the table, the plan and the metrics call a phase.
+_PHASES = {
+    "gen": ("rollout", "rollout", "perf/mfu/rollout"),
+    "old_log_prob": ("old log-probs", "log-probs", "perf/mfu/actor_infer"),
+    "update_actor": ("actor update", "update actor", "perf/mfu/actor"),
+}
 
 
 @dataclass(frozen=True)
@@ -124,10 +128,10 @@ def bench(config: DovetailConfig, groups: RoleGroups, *, steps: int) -> BenchRes
             label,
             statistics.median(step[phase] for step in measured),
             tokens[phase],
-            mfu=_median([step.get(_mfu_name(phase)) for step in shares[1:]]),
-            planned_gib=planned.get(_PLANNED_AS[phase]),
+            mfu=_median([step.get(mfu) for step in shares[1:]]),
+            planned_gib=planned.get(planned_as),
         )
-        for phase, label in _PHASES.items()
+        for phase, (label, planned_as, mfu) in _PHASES.items()
         if phase in measured[0]
     )
     return BenchResult(phases, warm_up_s=sum(seconds[0].values()), peak_gib=peak)
@@ -171,10 +175,6 @@ def mini_batch_rows(config: DovetailConfig) -> int:
 def _planned(config: DovetailConfig) -> dict[str, float]:
     plan = make_plan(config, read_shapes(config))
     return {} if plan.memory is None else {phase.name: phase.total / GIB for phase in plan.memory.phases}
-
-
-def _mfu_name(phase: str) -> str:
-    return "perf/mfu/" + {"gen": "rollout", "old_log_prob": "actor_infer", "update_actor": "actor"}[phase]
 
 
 def _median(values: list[float | None]) -> float | None:

@@ -73,11 +73,7 @@ def prepare(folder: Path) -> None:
     (folder / REWARD).write_text(_REWARD)
     rows = [
         prompt_row(
-            data_source="doctor",
-            question=f"say {number}",
-            ground_truth="",
-            ability="",
-            extra_info={"index": number},
+            data_source="doctor", question=f"say {number}", ground_truth="", ability="", extra_info={"index": number}
         )
         for number in range(64)
     ]

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from dovetail.config.units import GIB
 
@@ -27,31 +27,40 @@ def peak_resident_gib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1024**3
 
 
-class MemoryCounter(Protocol):
-    """Bytes on one device: of this process's allocator, and of all its processes."""
+class CudaCounter:
+    """Bytes on one device, by `torch.cuda`: of this process's allocator, and of all processes."""
 
-    def allocated(self) -> int: ...
+    def __init__(self, cuda: Any, device: int) -> None:
+        self._cuda, self._device = cuda, device
 
-    def reserved(self) -> int: ...
+    def allocated(self) -> int:
+        return self._cuda.memory_allocated(self._device)
+
+    def reserved(self) -> int:
+        return self._cuda.memory_reserved(self._device)
 
     def peak_allocated(self) -> int:
         """Since the last `reset_peaks`."""
-        ...
+        return self._cuda.max_memory_allocated(self._device)
 
-    def peak_reserved(self) -> int: ...
+    def peak_reserved(self) -> int:
+        return self._cuda.max_memory_reserved(self._device)
 
-    def reset_peaks(self) -> None: ...
+    def reset_peaks(self) -> None:
+        self._cuda.reset_peak_memory_stats(self._device)
 
     def in_use(self) -> int:
         """By every process, as the driver counts."""
-        ...
+        free, total = self._cuda.mem_get_info(self._device)
+        return total - free
 
 
-@dataclass
+@dataclass(eq=False)
 class Phase:
-    """GiB on the device, by all its processes; None before the phase has ended."""
+    """`peak_gib` is on the device, by all its processes; None before the phase has ended."""
 
     peak_gib: float | None = None
+    peak_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -65,27 +74,27 @@ class RunPeaks:
 class DevicePeaks:
     """`with peaks.phase() as phase: ...`, then `phase.peak_gib`; `peaks.of_run()`: phases and what lay between."""
 
-    def __init__(self, counter: MemoryCounter) -> None:
+    def __init__(self, counter: CudaCounter) -> None:
         self._counter = counter
         self._lock = threading.Lock()
-        self._open: list[_Running] = []
+        self._open: list[Phase] = []
         self._run_allocated = self._run_reserved = 0
         self._edge = self._look()
 
     @contextmanager
     def phase(self) -> Iterator[Phase]:
         """What happens inside. A phase that raises has no peak."""
-        phase, running = Phase(), _Running()
+        phase = Phase()
         with self._lock:
             self._fold()
-            self._open.append(running)
+            self._open.append(phase)
         try:
             yield phase
         finally:
             with self._lock:
                 self._fold()
-                self._open.remove(running)
-        phase.peak_gib = running.peak / GIB
+                self._open.remove(phase)
+        phase.peak_gib = phase.peak_bytes / GIB
 
     def mark(self) -> None:
         """An edge inside a phase: an engine has just woken, or is about to fall asleep."""
@@ -104,8 +113,8 @@ class DevicePeaks:
         self._run_allocated = max(self._run_allocated, peak)
         self._run_reserved = max(self._run_reserved, self._counter.peak_reserved())
         on_device = max(before.used, now.used, peak + min(before.beyond, now.beyond))
-        for running in self._open:
-            running.peak = max(running.peak, on_device)
+        for phase in self._open:
+            phase.peak_bytes = max(phase.peak_bytes, on_device)
         self._counter.reset_peaks()
         self._edge = now
 
@@ -114,32 +123,6 @@ class DevicePeaks:
         # Memory that torch keeps for later is counted neither here nor in the peak: it is there to be used.
         beyond = self._counter.in_use() - self._counter.reserved()
         return _Edge(beyond, used=allocated + beyond)
-
-
-class CudaCounter:
-    """`torch.cuda`, of one device."""
-
-    def __init__(self, cuda: Any, device: int) -> None:
-        self._cuda, self._device = cuda, device
-
-    def allocated(self) -> int:
-        return self._cuda.memory_allocated(self._device)
-
-    def reserved(self) -> int:
-        return self._cuda.memory_reserved(self._device)
-
-    def peak_allocated(self) -> int:
-        return self._cuda.max_memory_allocated(self._device)
-
-    def peak_reserved(self) -> int:
-        return self._cuda.max_memory_reserved(self._device)
-
-    def reset_peaks(self) -> None:
-        self._cuda.reset_peak_memory_stats(self._device)
-
-    def in_use(self) -> int:
-        free, total = self._cuda.mem_get_info(self._device)
-        return total - free
 
 
 def cuda_peaks(cuda: Any, device: int) -> DevicePeaks:
@@ -155,11 +138,6 @@ class _Edge:
 
     beyond: int
     used: int
-
-
-@dataclass(eq=False)
-class _Running:
-    peak: int = 0
 
 
 _OF_PROCESS: dict[tuple[Any, int], DevicePeaks] = {}

@@ -48,10 +48,8 @@ class RunLock:
     def __enter__(self) -> RunLock:
         handle = self._open_exclusively()
         try:
-            owner = _read(self._file)
-            if owner is not None:
-                if _is_alive(owner, self._file):
-                    raise RunFolderInUse(_message(self._file, owner))
+            self.refuse_if_held()
+            if (owner := _read(self._file)) is not None:
                 logger.warning("%s is of a run that has ended (%s); taking the folder over", self._file, _words(owner))
             os.ftruncate(handle, 0)
             os.pwrite(handle, json.dumps(self._owner).encode() + b"\n", 0)

@@ -6,6 +6,7 @@ when a run asks for it; a missing package is an error before the first step.
 
 from __future__ import annotations
 
+import html
 import importlib
 import random
 import time
@@ -58,9 +59,7 @@ def _score(score: float | None) -> str:
 
 
 def _cell(text: str) -> str:
-    for sign, safe in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ("|", "&#124;"), ("\n", "<br>")):
-        text = text.replace(sign, safe)
-    return text
+    return html.escape(text, quote=False).replace("|", "&#124;").replace("\n", "<br>")
 
 
 @dataclass(frozen=True)
@@ -102,10 +101,10 @@ class TensorBoardSink(Sink):
     """Event files in `<run>/tensorboard`. Uses the `tensorboard` package itself, not torch's wrapper of it."""
 
     def __init__(self, facts: RunFacts) -> None:
-        writer = need("tensorboard.summary.writer.event_file_writer", "tensorboard", "tensorboard")
-        self._event = need("tensorboard.compat.proto.event_pb2", "tensorboard", "tensorboard").Event
-        self._summary = need("tensorboard.compat.proto.summary_pb2", "tensorboard", "tensorboard").Summary
-        self._session = need("tensorboard.compat.proto.event_pb2", "tensorboard", "tensorboard").SessionLog
+        writer = need("tensorboard.summary.writer.event_file_writer")
+        self._event = need("tensorboard.compat.proto.event_pb2").Event
+        self._summary = need("tensorboard.compat.proto.summary_pb2").Summary
+        self._session = need("tensorboard.compat.proto.event_pb2").SessionLog
         self._writer = writer.EventFileWriter(str(facts.folder / "tensorboard"))
 
     def event(self, kind: str, step: int, facts: Mapping[str, Any]) -> None:
@@ -120,7 +119,7 @@ class TensorBoardSink(Sink):
         self._writer.flush()
 
     def show_answers(self, step: int, answers: Sequence[ShownAnswer]) -> None:
-        text = need("tensorboard.plugins.text.summary_v2", "tensorboard", "tensorboard")
+        text = need("tensorboard.plugins.text.summary_v2")
         summary = text.text_pb(NAME, markdown_table(answers))
         self._writer.add_event(self._event(step=step, wall_time=time.time(), summary=summary))
         self._writer.flush()
@@ -150,7 +149,7 @@ class WandbSink(_LoggingSink):
     """A W&B run; its id is kept in the run folder, so that a resumed run continues the same curves."""
 
     def __init__(self, facts: RunFacts) -> None:
-        self._library, self._facts = need("wandb", "wandb", "wandb"), facts
+        self._library, self._facts = need("wandb"), facts
         self._file = facts.folder / "wandb.id"
         self._before = self._file.read_text().strip() if self._file.exists() else None
         self._open(self._before)
@@ -176,7 +175,7 @@ class MLflowSink(Sink):
     """An MLflow run at `MLFLOW_TRACKING_URI`."""
 
     def __init__(self, facts: RunFacts) -> None:
-        self._mlflow, self._facts = need("mlflow", "mlflow", "mlflow"), facts
+        self._mlflow, self._facts = need("mlflow"), facts
         self._mlflow.set_experiment(facts.project)
         self._file = facts.folder / "mlflow.id"
         self._before = self._file.read_text().strip() if self._file.exists() else None
@@ -210,7 +209,7 @@ class TrackioSink(_LoggingSink):
     """A local Trackio project. A resumed run of the same name continues its curves."""
 
     def __init__(self, facts: RunFacts) -> None:
-        self._library = self._run = need("trackio", "trackio", "trackio")
+        self._library = self._run = need("trackio")
         self._library.init(facts.project, facts.experiment, config=dict(facts.config), resume="allow")
 
 
@@ -218,7 +217,7 @@ class SwanLabSink(_LoggingSink):
     """A SwanLab experiment; `SWANLAB_MODE=local` keeps it on this machine."""
 
     def __init__(self, facts: RunFacts) -> None:
-        self._library = self._run = need("swanlab", "swanlab", "swanlab")
+        self._library = self._run = need("swanlab")
         self._library.init(
             project=facts.project,
             experiment_name=facts.experiment,
@@ -235,7 +234,7 @@ class ClearMLSink(Sink):
     """A ClearML task; the part of a name before the first slash is the plot, the rest the curve."""
 
     def __init__(self, facts: RunFacts) -> None:
-        clearml = need("clearml", "clearml", "clearml")
+        clearml = need("clearml")
         # 0 and not True, which would add the steps of the task so far to those that a resumed run reports.
         self._task = clearml.Task.init(
             project_name=facts.project, task_name=facts.experiment, continue_last_task=0, output_uri=False
@@ -296,12 +295,13 @@ class MissingTrackerError(ImportError):
     """A tracker in `trainer.logger` whose library is not installed."""
 
 
-def need(module: str, package: str, logger_name: str) -> Any:
-    """Import a tracker's library, or say how to get it."""
+def need(module: str) -> Any:
+    """Import a module of a tracker's library, which has the tracker's name, or say how to get it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
+        name = module.partition(".")[0]
         raise MissingTrackerError(
-            f"trainer.logger={logger_name} needs the package {package}: {error}. "
-            f"pip install {package}, or take {logger_name} out of trainer.logger."
+            f"trainer.logger={name} needs the package {name}: {error}. "
+            f"pip install {name}, or take {name} out of trainer.logger."
         ) from error

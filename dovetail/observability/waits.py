@@ -80,12 +80,7 @@ class Wait:
 
 @contextmanager
 def waiting(
-    who: str,
-    what: str,
-    *,
-    limit_s: float,
-    hung_s: float = math.inf,
-    on_hang: Callable[[Wait, str], None] | None = None,
+    who: str, what: str, *, limit_s: float, hung_s: float = math.inf, on_hang: Callable[[Wait, str], None] | None = None
 ) -> Iterator[Wait]:
     """Announce a wait for as long as the block lasts."""
     wait = Wait(who, what, limit_s, hung_s, on_hang)

@@ -6,10 +6,11 @@ GRPO, RLOO, REINFORCE++, ReMax, OPO, GPG and Dr. GRPO are configurations of this
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, Literal
+
+import numpy as np
 
 from dovetail.algorithms import get_kl_controller, get_policy_loss_columns
 from dovetail.algorithms.rollout_correction import interpolation_weights
@@ -268,13 +269,11 @@ class RayPPOTrainer(BaseTrainer[RoleGroups]):
 
     def _arranged(self, batch: DataProto, metrics: Metrics) -> tuple[DataProto, list[int]]:
         """Rows in the order in which the actor's ranks take them (complete mini-batches, equal work), and it."""
-        mini_batch = self.config.actor_rollout_ref.actor.ppo_mini_batch_size
-        ranks = self.groups.actor_rollout.dp_size("actor")
+        sizes, ranks, _ = self._mini_batches(batch.non_tensor_batch["uid"], "actor")
         lengths = batch.tensors["attention_mask"].sum(dim=1).tolist()
-        sizes = self._mini_batch_sizes(batch.non_tensor_batch["uid"].tolist(), mini_batch)
         order = lay_out(lengths, ranks, sizes, balance=self.config.trainer.balance_batch).order
         batch.reorder(order)
-        metrics |= imbalance(batch.tensors["attention_mask"].sum(dim=1).tolist(), ranks)
+        metrics |= imbalance([lengths[row] for row in order], ranks)
         return batch, order
 
     def _laid_out(self, batch: DataProto, order: list[int], columns: DataProto, role: Role) -> DataProto:
@@ -283,10 +282,10 @@ class RayPPOTrainer(BaseTrainer[RoleGroups]):
 
         Starts from the order in which rows were sampled: the actor's order depends on its number of ranks.
         """
-        sizes, ranks, is_even = self._mini_batches(batch, order, role)
+        sampled = inverse_order(order)
+        sizes, ranks, is_even = self._mini_batches(batch.non_tensor_batch["uid"][sampled], role)
         if is_even and role == "actor":  # arranged for it
             return columns
-        sampled = inverse_order(order)
         lengths = batch.tensors["attention_mask"].sum(dim=1)[sampled].tolist()
         layout = lay_out(lengths, ranks, sizes, balance=self.config.trainer.balance_batch)
         rows = [row if row == PADDING else sampled[row] for row in layout.rows]
@@ -294,25 +293,21 @@ class RayPPOTrainer(BaseTrainer[RoleGroups]):
             return with_padding(columns, rows, layout.mini_batch_rows)
         return columns if rows == list(range(len(batch))) else columns.select_idxs(rows)
 
-    def _mini_batches(self, batch: DataProto, order: list[int], role: Role) -> tuple[list[int], int, bool]:
-        """Rows of each mini-batch of an arranged batch, a role's number of ranks, and whether each of them gets what
-        workers expect unless they are told otherwise."""
+    def _mini_batches(self, uids: np.ndarray, role: Role) -> tuple[list[int], int, bool]:
+        """Rows of each mini-batch, of a batch in the order in which it was sampled: whole groups. What PF-PPO has drawn
+        are no groups any more. Also a role's number of ranks, and whether each of them gets what workers expect unless
+        they are told otherwise."""
         group, section = self.groups.actor_rollout, self.config.actor_rollout_ref.actor
         if role == "critic":
             assert self.groups.critic is not None, "only called with a critic"
             group, section = self.groups.critic, self.config.critic
-        ranks, uids = group.dp_size(role), batch.non_tensor_batch["uid"][inverse_order(order)]
-        sizes = self._mini_batch_sizes(uids.tolist(), section.ppo_mini_batch_size)
-        expected = section.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n
+        ranks, expected = group.dp_size(role), section.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n
+        if self.config.algorithm.use_pf_ppo:
+            size = min(expected, len(uids))
+            sizes = [size] * (len(uids) // size)
+        else:
+            sizes = group_sizes(uids.tolist(), section.ppo_mini_batch_size)
         return sizes, ranks, set(sizes) == {expected} and expected % ranks == 0
-
-    def _mini_batch_sizes(self, uids: Sequence[object], mini_batch_prompts: int) -> list[int]:
-        """Rows of each mini-batch, of a batch in the order in which it was sampled: whole groups. What PF-PPO has drawn
-        are no groups any more."""
-        if not self.config.algorithm.use_pf_ppo:
-            return group_sizes(uids, mini_batch_prompts)
-        size = min(mini_batch_prompts * self.config.actor_rollout_ref.rollout.n, len(uids))
-        return [size] * (len(uids) // size)
 
     def _started_scores(self, batch: DataProto) -> list[Future[Any]] | None:
         """Of a batch of the stream as it came, a score for each row; None when scoring has not begun."""
@@ -367,7 +362,8 @@ class RayPPOTrainer(BaseTrainer[RoleGroups]):
             return scored
 
         if self.config.skips_first_mini_batch:
-            sizes, ranks, is_even = self._mini_batches(batch, order, "actor")
+            uids = batch.non_tensor_batch["uid"][inverse_order(order)]
+            sizes, ranks, is_even = self._mini_batches(uids, "actor")
             if is_even and len(sizes) > 1:  # else rows are laid out anew for the update, with padding
                 self.utilisation.unscored = first = first_mini_batch(len(batch), ranks, sizes[0])
                 return batch, score_others(batch, first, score)

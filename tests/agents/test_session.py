@@ -298,8 +298,8 @@ async def test_ids_continue_the_longest_path_that_they_begin_with() -> None:
     assert sum(sum(segment.response.sampled) for segment in session.segments()) == 3 + 2 + 2 + 2
     assert [event["turn"] for event in session.events if event["kind"] == "branch"] == [3]
     whole = [5, 6, *first.token_ids, ord("y"), *right.token_ids]
-    assert session.matches(whole) == {first.node: (2, 3), right.node: (6, 2)}
-    assert session.matches([5, 6, ord("a"), ord("z")]) == {first.node: (2, 1), other.node: (4, 0)}
+    assert session.tree.matches(whole) == {first.node: (2, 3), right.node: (6, 2)}
+    assert session.tree.matches([5, 6, ord("a"), ord("z")]) == {first.node: (2, 1), other.node: (4, 0)}
     assert [message["content"] for message in session._known[right.node]] == ["q", "ab", "y", "d"]
 
 

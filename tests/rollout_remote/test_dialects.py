@@ -83,8 +83,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _completion(tokens: list[int], reason: str = "length", **fields: Any) -> dict[str, Any]:
-    scores = {"token_logprobs": [-0.5] * len(tokens), "tokens": [f"token_id:{token}" for token in tokens]}
-    return {"choices": [{"text": "?", "finish_reason": reason, "logprobs": scores, **fields}]}
+    scores = {"token_logprobs": [-0.5] * len(tokens)}
+    return {"choices": [{"text": "?", "finish_reason": reason, "logprobs": scores, "token_ids": tokens, **fields}]}
 
 
 def test_a_wrong_url_is_named_at_the_start(fake: _Fake, folder: Path) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from dovetail.agents.parsers.base import Parser, Schemas
+from dovetail.agents.parsers.base import Parser
 from dovetail.agents.parsers.deepseek import DeepSeekParser
 from dovetail.agents.parsers.gemma import FunctionGemmaParser, Gemma4Parser
 from dovetail.agents.parsers.glm import GlmParser
@@ -19,7 +19,7 @@ from dovetail.agents.parsers.kimi import KimiParser
 from dovetail.agents.parsers.llama3_json import Llama3JsonParser
 from dovetail.agents.parsers.qwen3_coder import Qwen3CoderParser, SeedParser
 from dovetail.agents.tools.schema import ToolError
-from dovetail.agents.types import ToolCall
+from dovetail.agents.types import Schemas, ToolCall
 from dovetail.config.wording import did_you_mean
 
 __all__ = ["PARSERS", "Parser", "find_parser", "register_parser", "turn_parser"]

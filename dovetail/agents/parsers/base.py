@@ -7,9 +7,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from dovetail.agents.types import ToolCall
+from dovetail.agents.types import Schemas, ToolCall
 
-Schemas = Sequence[Mapping[str, Any]]
 _NAME = re.compile(r'"name"\s*:\s*"([^"]*)"')
 SPACE_BEFORE = r"(?:(?<!\s)\s+)?"
 """White space before a call, from its first character only: a model that writes nothing else must not cost the square

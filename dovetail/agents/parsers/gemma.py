@@ -6,8 +6,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from dovetail.agents.parsers.base import SPACE_BEFORE, Schemas, failed, types_of, value_of
-from dovetail.agents.types import ToolCall
+from dovetail.agents.parsers.base import SPACE_BEFORE, failed, types_of, value_of
+from dovetail.agents.types import Schemas, ToolCall
 
 _HEADER = re.compile(r"\s*(?:call)?:([\w.-]+)\s*(?=\{)")
 _BARE = re.compile(r"[^,{}\[\]]+")

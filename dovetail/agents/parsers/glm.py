@@ -6,15 +6,12 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from dovetail.agents.parsers.base import Schemas, after_thinking, failed, types_of, value_of
+from dovetail.agents.parsers.base import after_thinking, failed, types_of, value_of
 from dovetail.agents.parsers.hermes import TOOL_CALL
-from dovetail.agents.types import ToolCall
+from dovetail.agents.types import Schemas, ToolCall
 
 _NAME = re.compile(r"\s*([^\s<]+)\s*(?=<arg_key>|\Z)")
-_ARGUMENT = re.compile(
-    r"\s*<arg_key>([^<]*)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*",
-    re.DOTALL,
-)
+_ARGUMENT = re.compile(r"\s*<arg_key>([^<]*)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL)
 
 
 class GlmParser:

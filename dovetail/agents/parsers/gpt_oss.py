@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from dovetail.agents.parsers.base import Schemas, arguments_of
-from dovetail.agents.types import ToolCall
+from dovetail.agents.parsers.base import arguments_of
+from dovetail.agents.types import Schemas, ToolCall
 
 # The generation prompt ends inside a header, so the first one may begin anywhere in it.
 _MESSAGE = re.compile(

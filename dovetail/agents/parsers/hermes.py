@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from dovetail.agents.parsers.base import SPACE_BEFORE, Schemas, after_thinking, calls_of_json
-from dovetail.agents.types import ToolCall
+from dovetail.agents.parsers.base import SPACE_BEFORE, after_thinking, calls_of_json
+from dovetail.agents.types import Schemas, ToolCall
 
 
 def call_tag(name: str) -> re.Pattern[str]:

@@ -6,8 +6,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from dovetail.agents.parsers.base import SPACE_BEFORE, Schemas, after_thinking, failed, types_of, value_of
-from dovetail.agents.types import ToolCall
+from dovetail.agents.parsers.base import SPACE_BEFORE, after_thinking, failed, types_of, value_of
+from dovetail.agents.types import Schemas, ToolCall
 
 _QUOTED = r"""name\s*=\s*["']?([^"'<>]*)["']?"""
 
@@ -28,10 +28,7 @@ class InvokeParser:
         self._call = re.compile(rf"{SPACE_BEFORE}{begin}(.*?){stop}", re.DOTALL)
         self._wrapper = re.compile(rf"{SPACE_BEFORE}</?{mark}(?:{self.wrappers})>")
         given = rf"""<{mark}parameter\s+{_QUOTED}(?:\s+string\s*=\s*"(true|false)")?\s*>"""
-        self._parameter = re.compile(
-            rf"{given}(.*?)(</{mark}parameter>|(?=<{mark}parameter\s)|\Z)",
-            re.DOTALL,
-        )
+        self._parameter = re.compile(rf"{given}(.*?)(</{mark}parameter>|(?=<{mark}parameter\s)|\Z)", re.DOTALL)
 
     def parse(self, token_ids: Sequence[int], text: str, tools: Schemas = ()) -> tuple[str, list[ToolCall]]:
         start = after_thinking(text)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from dovetail.agents.parsers.base import SPACE_BEFORE, Schemas, after_thinking, arguments_of, failed
-from dovetail.agents.types import ToolCall
+from dovetail.agents.parsers.base import SPACE_BEFORE, after_thinking, arguments_of, failed
+from dovetail.agents.types import Schemas, ToolCall
 
 _CALL = re.compile(
     rf"{SPACE_BEFORE}<\|tool_call_begin\|>(.*?)"

@@ -6,8 +6,8 @@ import json
 import re
 from collections.abc import Sequence
 
-from dovetail.agents.parsers.base import Schemas, after_thinking, call_of, calls_of_json
-from dovetail.agents.types import ToolCall
+from dovetail.agents.parsers.base import after_thinking, call_of, calls_of_json
+from dovetail.agents.types import Schemas, ToolCall
 
 _PYTHON_TAG = "<|python_tag|>"
 _KEYS = ("parameters", "arguments")

@@ -6,9 +6,9 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from dovetail.agents.parsers.base import SPACE_BEFORE, Schemas, after_thinking, failed, types_of, value_of
+from dovetail.agents.parsers.base import SPACE_BEFORE, after_thinking, failed, types_of, value_of
 from dovetail.agents.parsers.hermes import TOOL_CALL, call_tag
-from dovetail.agents.types import ToolCall
+from dovetail.agents.types import Schemas, ToolCall
 
 _FUNCTION = re.compile(rf"{SPACE_BEFORE}<function=([^<>\n]*)>(.*?)(</function>|\Z)", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^<>\n]*)>(.*?)(</parameter>|(?=<parameter=)|\Z)", re.DOTALL)

@@ -65,11 +65,7 @@ class PythonToolbox(FunctionToolbox):
         async with place_in(self._places):
             try:
                 done = await call_function(
-                    self._sandbox.run,
-                    program,
-                    stdin="",
-                    timeout=self._timeout_s,
-                    memory_limit_mb=self._memory_limit_mb,
+                    self._sandbox.run, program, stdin="", timeout=self._timeout_s, memory_limit_mb=self._memory_limit_mb
                 )
             except SandboxUnavailable as error:
                 raise InfrastructureError(str(error)) from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import concurrent.futures
 import contextvars
 import inspect
 import threading
@@ -19,36 +19,21 @@ async def call_function(function: Callable[..., Any], /, *args: Any, **kwargs: A
     """
     if inspect.iscoroutinefunction(function):
         return await function(*args, **kwargs)
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Any] = loop.create_future()
+    future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+    future.set_running_or_notify_cancel()  # a caller that gives up cancels its own side alone
     context = contextvars.copy_context()
 
     def run() -> None:
         try:
             result = context.run(function, *args, **kwargs)
+        except (StopIteration, SystemExit, KeyboardInterrupt) as error:
+            # A coroutine cannot raise the first, and `exit()` in a tool must not end the loop.
+            future.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
         except BaseException as error:  # noqa: BLE001  raised again by whoever awaits
-            _report(loop, future, error, None)
+            future.set_exception(error)
         else:
-            _report(loop, future, None, result)
+            future.set_result(result)
 
     threading.Thread(target=run, daemon=True, name=f"tool-{getattr(function, '__name__', 'call')}").start()
-    result = await future
+    result = await asyncio.wrap_future(future)
     return await result if inspect.isawaitable(result) else result
-
-
-def _report(
-    loop: asyncio.AbstractEventLoop, future: asyncio.Future[Any], error: BaseException | None, result: Any
-) -> None:
-    def report() -> None:
-        if future.done():  # the caller's deadline has passed
-            return
-        if error is None:
-            future.set_result(result)
-        elif isinstance(error, (StopIteration, SystemExit, KeyboardInterrupt)):
-            # A future takes no StopIteration, and `exit()` in a tool must not end the loop.
-            future.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
-        else:
-            future.set_exception(error)
-
-    with contextlib.suppress(RuntimeError):  # the loop has been closed
-        loop.call_soon_threadsafe(report)

@@ -17,8 +17,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from dovetail.agents.chat import ChatRenderer
 from dovetail.agents.parsers import turn_parser
-from dovetail.agents.session import Renderer
 from dovetail.agents.types import Message
 
 NO_IMAGES = "agents read text only here: images, videos and sounds are not shown to the model"
@@ -118,7 +118,7 @@ class AgentLoopBase(ABC):
         self.data_config = self.config.data if data_config is None else data_config.config
         self.apply_chat_template_kwargs = self.data_config.get("apply_chat_template_kwargs", {})
         self.loop = asyncio.get_running_loop()
-        self._renderer: Renderer = server_manager.renderer
+        self._renderer: ChatRenderer = server_manager.renderer
 
     @classmethod
     def init_class(cls, config: Any, tokenizer: Any, processor: Any = None, **kwargs: Any) -> None:
@@ -177,15 +177,8 @@ class AgentLoopBase(ABC):
     async def process_vision_info(self, messages: Sequence[Message]) -> dict[str, Any]:
         return await self.process_multi_modal_info(messages)
 
-    async def ct_build_initial_tokens(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[dict[str, Any]] | None = None,
-        images: Any = None,
-        videos: Any = None,
-        audios: Any = None,
-    ) -> list[int]:
-        return await self.apply_chat_template(messages, tools, images, videos, audios)
+    async def ct_build_initial_tokens(self, messages: Sequence[Message], *more: Any, **named: Any) -> list[int]:
+        return await self.apply_chat_template(messages, *more, **named)
 
     async def ct_merge_non_assistant_msg(
         self,

@@ -99,7 +99,7 @@ class ServerManager(LLMServerClient):
         turn = await self._session.generate(
             [int(token) for token in prompt_ids], messages=self._messages, **self._limits(sampling_params or {})
         )
-        result = self._session.result(turn.node)
+        result = self._session.tree[turn.node].result
         versions = result.weight_versions or [NO_VERSION]
         steps = {"global_steps": versions[-1], "min_global_steps": min(versions), "max_global_steps": max(versions)}
         reason = "aborted" if result.finish_reason == "abort" else "completed"
@@ -203,7 +203,7 @@ def _row(output: AgentLoopOutput, session: Session, used: set[Place]) -> Segment
             raise ValueError(f"{name}_ids has {len(tokens)} tokens, more than rollout.{name}_length={most}; cut it.")
     places = _places([*prompt, *ids], session, used)[len(prompt) :]
     trained, log_probs, versions = [False] * len(ids), [0.0] * len(ids), [NO_VERSION] * len(ids)
-    results = {place[0]: session.result(place[0]) for place in places if place is not None}
+    results = {place[0]: session.tree[place[0]].result for place in places if place is not None}
     for position, (wanted, place) in enumerate(zip(mask, places, strict=True)):
         if wanted and place is None:
             raise ValueError(_not_sampled(ids, position, session))
@@ -223,7 +223,7 @@ def _places(ids: list[int], session: Session, used: set[Place]) -> list[Place | 
     """For each id the turn that sampled it, after exactly the ids before it here; one that no row has, if there is."""
     places: list[Place | None] = [None] * len(ids)
     taken = {turn for turn, _ in used}
-    found = sorted((same, turn not in taken, turn, at) for turn, (at, same) in session.matches(ids).items())
+    found = sorted((same, turn not in taken, turn, at) for turn, (at, same) in session.tree.matches(ids).items())
     for same, _, turn, at in found:  # of several turns after the same ids, the longest match
         places[at : at + same] = [(turn, token) for token in range(same)]
     return places

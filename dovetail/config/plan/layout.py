@@ -92,10 +92,7 @@ def make_layouts(config: DovetailConfig) -> dict[str, RoleLayout]:
     world = config.trainer.world_size
     if config.trainer.method == "reward":
         return {"critic": _training_layout("critic", critic, world)}
-    layouts = {
-        "actor": _training_layout("actor", policy.actor, world),
-        "rollout": _rollout_layout(config),
-    }
+    layouts = {"actor": _training_layout("actor", policy.actor, world), "rollout": _rollout_layout(config)}
     if not config.generates:
         return {"actor": layouts["actor"]}
     if config.uses_reference:

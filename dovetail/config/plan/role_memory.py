@@ -8,12 +8,7 @@ from dovetail.config.fsdp import FSDPConfig, full_dtype
 from dovetail.config.megatron import MegatronConfig
 from dovetail.config.model import ModelConfig
 from dovetail.config.optim import OptimConfig
-from dovetail.config.plan.activations import (
-    forward_activations,
-    fused_head_bytes,
-    logits_bytes,
-    training_activations,
-)
+from dovetail.config.plan.activations import forward_activations, fused_head_bytes, logits_bytes, training_activations
 from dovetail.config.plan.batches import PassBatches
 from dovetail.config.plan.layout import Device, RoleLayout, TrainingSection
 from dovetail.config.plan.model_shape import ModelShape, Shapes

@@ -5,13 +5,7 @@ from dovetail.config.translate.engines import chosen_file
 from dovetail.config.translate.foreign import FOREIGN_KEYS, foreign_key
 from dovetail.config.translate.groups import GLOBAL_MICRO_BATCHES, ROLES
 from dovetail.config.translate.short import SHORT_NAMES, expand
-from dovetail.config.translate.spellings import (
-    OTHER_SPELLINGS,
-    TRANSLATIONS,
-    VALUE_SPELLINGS,
-    canonical,
-    translate,
-)
+from dovetail.config.translate.spellings import OTHER_SPELLINGS, TRANSLATIONS, VALUE_SPELLINGS, canonical, translate
 
 __all__ = [
     "FOREIGN_KEYS",

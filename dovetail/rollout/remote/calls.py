@@ -14,7 +14,7 @@ from functools import partial
 
 from dovetail.observability.waits import waiting
 from dovetail.rollout.base import EngineError
-from dovetail.rollout.remote.client import ServerError, ServerGoneError
+from dovetail.rollout.remote.client import ServerGoneError, ask_each
 from dovetail.rollout.remote.dialect import Dialect
 from dovetail.rollout.remote.pool import NoServerError, ServerPool
 from dovetail.rollout.remote.samples import Part, RemoteSample
@@ -107,15 +107,12 @@ class SampleCalls:
         """Begin no call, pause these servers, and return when none of the calls runs any more."""
         self.is_open = False
         pausing = pausing if self._dialect.shared else ()
-        outcomes = await asyncio.gather(*map(self._dialect.pause, pausing), return_exceptions=True)
+        answers = await ask_each(map(self._dialect.pause, pausing))  # one that cannot be asked is dead
         running = [sample.call for sample in self._live if sample.call is not None]
-        if running and outcomes:
+        if running and answers:
             await asyncio.wait(running, timeout=_ANSWER_S)
         # What is left reached its server after the pause, where it would wait.
         await self._end_calls(list(self._live))
-        for outcome in outcomes:
-            if isinstance(outcome, BaseException) and not isinstance(outcome, ServerError):
-                raise outcome
 
     async def open(self) -> None:
         self.is_open = True
@@ -207,11 +204,8 @@ class SampleCalls:
         for sample in samples:
             if sample.server:
                 by_server[sample.server].append(sample.call_id)
-        asked = (self._dialect.abort(server, call_ids) for server, call_ids in by_server.items())
-        for outcome in await asyncio.gather(*asked, return_exceptions=True):
-            # A server that cannot be asked is dead: its calls end without it.
-            if isinstance(outcome, BaseException) and not isinstance(outcome, ServerError):
-                raise outcome
+        # A server that cannot be asked is dead: its calls end without it.
+        await ask_each(self._dialect.abort(server, call_ids) for server, call_ids in by_server.items())
 
     async def _notify(self) -> None:
         async with self._changed:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Awaitable, Iterable, Mapping
+from typing import Any, TypeVar
 
 from dovetail.rollout.base import EngineError
+
+T = TypeVar("T")
 
 _CONNECT_TIMEOUT_S = 5.0
 _CONNECT_PAUSES_S = (0.1, 0.4)
@@ -37,6 +39,16 @@ class ServerGoneError(ServerError):
 
 class ServerTimeoutError(ServerError):
     """No answer within the time given."""
+
+
+async def ask_each(calls: Iterable[Awaitable[T]]) -> list[T | ServerError]:
+    """What all of them answer, or the ServerError of those that failed. Any other error is raised after the last."""
+    answers: list[T | ServerError] = []
+    for answer in await asyncio.gather(*calls, return_exceptions=True):
+        if isinstance(answer, BaseException) and not isinstance(answer, ServerError):
+            raise answer
+        answers.append(answer)
+    return answers
 
 
 class HttpClient:

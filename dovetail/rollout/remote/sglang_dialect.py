@@ -30,14 +30,7 @@ from dovetail.rollout.remote.dialect import (
     understood,
 )
 from dovetail.rollout.remote.samples import Part, RemoteSample
-from dovetail.weight_sync import (
-    Announcements,
-    Bucket,
-    ExpectedWeights,
-    GroupAddress,
-    WeightAccount,
-    tensor_checksum,
-)
+from dovetail.weight_sync import Announcements, Bucket, ExpectedWeights, GroupAddress, WeightAccount, tensor_checksum
 
 _LONG_S = 3600.0
 _FLUSH_TRIES = 150

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from dovetail.rollout.base import EngineError, WeightUpdateError
 from dovetail.rollout.expected import CheckedWeights
 from dovetail.rollout.remote.calls import SampleCalls
-from dovetail.rollout.remote.client import ServerError
+from dovetail.rollout.remote.client import ServerError, ask_each
 from dovetail.rollout.remote.dialect import ServerInfo, require_same_shape
 from dovetail.rollout.remote.pool import ServerPool
 from dovetail.rollout.remote.weights import Failures, WeightChannel
@@ -86,7 +86,7 @@ class WeightUpdater:
         if not self.has_updated or self._num_failures_seen == self._pool.num_failures:
             return
         servers = self._pool.up()
-        for server, info in zip(servers, await self._infos(servers), strict=True):
+        for server, info in zip(servers, await ask_each(map(self._dialect.info, servers)), strict=True):
             if isinstance(info, ServerInfo) and info.weight_version != self._calls.version:
                 self._pool.mark_down(server, _wrong_version(info, self._calls.version))
         self._num_failures_seen = self._pool.num_failures
@@ -119,7 +119,7 @@ class WeightUpdater:
         try:
             servers = self._pool.servers
             await self._calls.shut(self._pool.up())
-            infos = dict(zip(servers, await self._infos(servers), strict=True))
+            infos = dict(zip(servers, await ask_each(map(self._dialect.info, servers)), strict=True))
             for server, info in infos.items():
                 if isinstance(info, ServerError):
                     self._pool.mark_down(server, str(info))
@@ -161,22 +161,10 @@ class WeightUpdater:
     async def resume(self, servers: Iterable[str]) -> None:
         """Let those of these servers that are up generate again; one that does not answer is taken out."""
         up = [server for server in servers if server in self._pool.up()]
-        outcomes = await asyncio.gather(*map(self._dialect.resume, up), return_exceptions=True)
-        for server, outcome in zip(up, outcomes, strict=True):
-            if isinstance(outcome, ServerError):
-                self._pool.mark_down(server, str(outcome))
-            elif outcome is not None:
-                raise outcome
+        for server, answer in zip(up, await ask_each(map(self._dialect.resume, up)), strict=True):
+            if isinstance(answer, ServerError):
+                self._pool.mark_down(server, str(answer))
         await self._calls.open()
-
-    async def _infos(self, servers: Sequence[str]) -> list[ServerInfo | ServerError]:
-        async def info(server: str) -> ServerInfo | ServerError:
-            try:
-                return await self._dialect.info(server)
-            except ServerError as error:
-                return error
-
-        return await asyncio.gather(*map(info, servers))
 
 
 def on_first_rank(weights: NamedTensors, act: Callable[[NamedTensors], None]) -> None:

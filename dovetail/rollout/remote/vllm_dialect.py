@@ -86,7 +86,6 @@ class VLLMDialect(Dialect):
             "frequency_penalty": 0.0,
             "logprobs": 0,
             "return_token_ids": True,
-            "return_tokens_as_token_ids": True,
             "skip_special_tokens": False,
             "add_special_tokens": False,
         }
@@ -176,12 +175,8 @@ class VLLMDialect(Dialect):
 
 def part_of(server: str, choice: dict[str, Any], sample: RemoteSample) -> Part:
     """Of one choice of an OpenAI completion that carries token ids."""
-    logprobs = choice["logprobs"]
-    token_ids = choice.get("token_ids")
-    if token_ids is None:
-        # Servers that know only the older extension write each token as "token_id:17".
-        token_ids = [int(token.removeprefix("token_id:")) for token in logprobs["tokens"]]
-    scores = [float(value) for value in logprobs["token_logprobs"]]
+    token_ids = [int(token) for token in choice["token_ids"]]
+    scores = [float(value) for value in choice["logprobs"]["token_logprobs"]]
     reason = finish_reason(server, choice["finish_reason"])
     if len(scores) != len(token_ids):
         raise ServerError(f"{server} answered {len(token_ids)} tokens and {len(scores)} log-probs.", url=server)
@@ -191,7 +186,7 @@ def part_of(server: str, choice: dict[str, Any], sample: RemoteSample) -> Part:
             "with --generation-config vllm, which leaves the limits to the requests.",
             url=server,
         )
-    return Part([int(token) for token in token_ids], scores, reason)
+    return Part(token_ids, scores, reason)
 
 
 def _common_version(workers: list[Any]) -> int | None:

@@ -26,16 +26,13 @@ _ON_CPU: Mapping[str, str] = {
     # gloo would listen on the address of the outer network interface.
     GLOO_INTERFACE: "lo",
 }
-_EVERYWHERE: Mapping[str, str] = {
-    # It gets a few tokens more than the model's context, which it keeps free; nothing is ever written there.
-    "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
-}
-_RAW_LOGPROBS: Mapping[str, str] = {"SGLANG_RETURN_ORIGINAL_LOGPROB": "1"}
 
 
 def environment(*, cpu: bool, raw_logprobs: bool = False) -> dict[str, str]:
     """The variables that processes of SGLang need."""
-    return dict(_EVERYWHERE) | (dict(_ON_CPU) if cpu else {}) | (dict(_RAW_LOGPROBS) if raw_logprobs else {})
+    # SGLang gets a few tokens more than the model's context, which it keeps free; nothing is ever written there.
+    wanted = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1", **(_ON_CPU if cpu else {})}
+    return wanted | ({"SGLANG_RETURN_ORIGINAL_LOGPROB": "1"} if raw_logprobs else {})
 
 
 def supported_range() -> str:

@@ -33,14 +33,6 @@ _ON_CPU: Mapping[str, str] = {
     "VLLM_HOST_IP": "127.0.0.1",
     "VLLM_LOOPBACK_IP": "127.0.0.1",
 }
-_WITHOUT_FLASHINFER: Mapping[str, str] = {
-    # On CUDA vLLM imports FlashInfer for top-k and top-p unasked, and does not start where it is not installed.
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",
-}
-_IN_PROCESSES_OF_VLLM_ON_CPU: Mapping[str, str] = {
-    # The sampler is compiled even with enforce_eager: the first sampled token would take 15 s and a C++ compiler.
-    "TORCHDYNAMO_DISABLE": "1",
-}
 
 
 def prepare(*, cpu: bool) -> str:
@@ -61,9 +53,11 @@ def environment(*, cpu: bool, own_process: bool = False) -> dict[str, str]:
     if cpu:
         wanted |= _ON_CPU
     elif importlib.util.find_spec("flashinfer") is None:
-        wanted |= _WITHOUT_FLASHINFER
+        # On CUDA vLLM imports FlashInfer for top-k and top-p unasked, and does not start where it is not installed.
+        wanted["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
     if cpu and own_process:
-        wanted |= _IN_PROCESSES_OF_VLLM_ON_CPU
+        # The sampler is compiled even with enforce_eager: the first sampled token would take 15 s and a C++ compiler.
+        wanted["TORCHDYNAMO_DISABLE"] = "1"
     return wanted
 
 

@@ -6,12 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from dovetail.rollout.base import (
-    FinishReason,
-    GenerationRequest,
-    GenerationResult,
-    derive_seed,
-)
+from dovetail.rollout.base import FinishReason, GenerationRequest, GenerationResult, derive_seed
 from dovetail.rollout.request_rules import base_seed, stop_tokens
 from dovetail.rollout.response import GrowingResponse
 
