@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -70,7 +69,6 @@ def build_policy(
 
     `ahead`: the passes whose layers, if they are compiled, may be so while weights are loaded (`compile_ahead`).
     """
-    _import_external(model.external_lib)
     # On a CPU compiling costs minutes and wins nothing that a test or a laptop run would notice.
     compiles = use_torch_compile and device.type == "cuda" and not exact
     if strategy == "megatron":
@@ -84,6 +82,7 @@ def build_policy(
         dtype=precision_of(fsdp, trains=optim is not None).master,
         override_config=model.override_config,
         trust_remote_code=model.trust_remote_code,
+        external_lib=model.external_lib,
         longest_row=longest_row,
     )
     if optim is not None and model.uses_lora:
@@ -211,7 +210,6 @@ def build_value(
 ) -> TrainBackend:
     """The folder's network with a scalar head, fresh where it has none. Without `optim` it only infers."""
     assert model.path is not None, "asked for before"
-    _import_external(model.external_lib)
     trained = model if optim is not None and isinstance(model, ModelConfig) else None
     recompute = trained is not None and trained.enable_gradient_checkpointing
     if strategy == "megatron":
@@ -224,6 +222,7 @@ def build_value(
         dtype=precision_of(fsdp, trains=optim is not None).master,
         override_config=model.override_config,
         trust_remote_code=model.trust_remote_code,
+        external_lib=model.external_lib,
     )
     if trained is not None and trained.uses_lora:
         add_adapters(hf_model, trained)
@@ -263,7 +262,12 @@ def _on_megatron(
     from dovetail.backends.megatron.build import build_megatron_backend
 
     assert model.path is not None, "asked for before"
-    hf_config = load_config(model.path, model.override_config, trust_remote_code=model.trust_remote_code)
+    hf_config = load_config(
+        model.path,
+        model.override_config,
+        trust_remote_code=model.trust_remote_code,
+        external_lib=model.external_lib,
+    )
     if role != "policy":
         hf_config.num_labels = 1
     return build_megatron_backend(
@@ -297,8 +301,3 @@ def _use_triton(impl_backend: str, device: torch.device) -> bool | None:
             f"on {device} without it; use auto or torch."
         )
     return None if impl_backend == "auto" else impl_backend == "triton"
-
-
-def _import_external(name: str | None) -> None:
-    if name is not None:
-        importlib.import_module(name)
