@@ -244,7 +244,7 @@ def test_qwen3_coders_values_have_the_types_of_the_schema() -> None:
     ],
 )
 def test_a_string_that_may_be_null_is_a_string_or_null(kind: dict[str, Any]) -> None:
-    schema = {"name": "run", "parameters": {"properties": {key: kind for key in ("zip", "none")}}}
+    schema = {"name": "run", "parameters": {"properties": dict.fromkeys(("zip", "none"), kind)}}
     written = "".join(f"<parameter={key}>{text}</parameter>" for key, text in [("zip", "1234"), ("none", "null")])
     _, calls = parse("qwen3_coder", f"<tool_call><function=run>{written}</function></tool_call>", [schema])
     assert calls[0].arguments == {"zip": "1234", "none": None}
