@@ -9,6 +9,7 @@ validated: same engine, same lengths, greedy unless --temperature says otherwise
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from dovetail.cli.eval import add_model_arguments, add_sampling_arguments, set_logging
 from dovetail.cli.option_types import output_file
+from dovetail.config.overrides import sets_known_key
 
 if TYPE_CHECKING:
     from dovetail.trainer.generate import Response
@@ -103,6 +105,11 @@ def _prompts(args: argparse.Namespace, column: str) -> list[Any]:
     """Text or messages, from the command line, the file or standard input; with the system message before each."""
     from dovetail.data.errors import DataError
 
+    if setting := next((text for text in args.prompts if sets_known_key(text)), None):
+        raise DataError(
+            f"{setting!r} stands where a prompt is read and is a setting: give it as --set {shlex.quote(setting)}. A "
+            "prompt of these words can come from --file or standard input."
+        )
     if args.prompts:
         prompts: list[Any] = args.prompts
     elif args.file is not None:

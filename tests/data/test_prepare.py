@@ -219,9 +219,7 @@ def test_the_command_splits_any_jsonl(tmp_path: Path) -> None:
     assert question(test[0]).endswith(" Be brief.")
 
 
-def test_the_command_reads_a_file_on_the_hub(
-    tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_reads_a_file_on_the_hub(tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "words").mkdir()
     (tmp_path / "words" / "all.jsonl").write_text('{"question": "2 + 2?", "answer": "4"}\n' * 3)
     put_in_cache(cache, "org/words", tmp_path / "words", kind="dataset")

@@ -193,6 +193,8 @@ def test_what_cannot_be_evaluated_is_said_in_one_line(
         (["eval", exported], "data.val_files is empty"),
         (["eval", exported, "--data", "no.parquet", "--max-tokens", "8", "data.max_prompt_length=32"], "no.parquet"),
         (["generate", exported], "there is no prompt"),
+        (["generate", exported, "a", "data.seed=3 4"], "give it as --set 'data.seed=3 4'"),
+        (["generate", exported, "lr=1"], "'lr=1' stands where a prompt is read"),
         (["generate", exported, "a", "--best"], "--best chooses a checkpoint of a run folder"),
         (["eval", "org/name", "--best"], "org/name is a model"),
         (["eval", str(saved / "run"), "--best"], "none was validated with trainer.save_best"),
