@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from dovetail.cli.main import main
 from dovetail.models.errors import ModelError
@@ -235,12 +235,16 @@ def test_an_exported_adapter_on_its_model_is_the_merged_policy(toy: Toy, tmp_pat
     """peft reads the adapter, and so does `dovetail generate` the checkpoint of a LoRA run."""
     from peft import PeftModel
 
-    train(toy.config(tmp_path / "run", {**LORA, "trainer.save_freq": 3}))
+    stop = {"actor_rollout_ref.rollout.stop_token_ids": [9]}
+    train(toy.config(tmp_path / "run", {**LORA, **stop, "trainer.save_freq": 3}))
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "merged")]) == 0
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "adapter"), "--adapter"]) == 0
     assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["base_model_name_or_path"] == str(
         toy.model
     )
+    ends = [GenerationConfig.from_pretrained(tmp_path / name).eos_token_id for name in ("adapter", "merged")]
+    assert ends[0] == ends[1]
+    assert 9 in ends[0]
     half = [str(tmp_path / "run"), str(tmp_path / "half"), "--adapter", "--dtype", "bfloat16"]
     assert main(["export", *half]) == 0
     assert {tensor.dtype for tensor in load_file(tmp_path / "half" / "adapter_model.safetensors").values()} == {
