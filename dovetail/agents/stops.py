@@ -103,6 +103,7 @@ def run_stop_ids(config: DovetailConfig, tokenizer: Any) -> StopIds:
     model_args: dict[str, Any] = {
         "trust_remote_code": model.trust_remote_code,
         "override_config": model.override_config,
+        "external_lib": model.external_lib,
     }
     if asked:
         size = load_config(model.path, **model_args).get_text_config().vocab_size

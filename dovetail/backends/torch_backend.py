@@ -34,6 +34,7 @@ from dovetail.models.activations import activation_offload
 from dovetail.models.backbone import HF_PREFIX, TransformerBackbone
 from dovetail.models.lora import adapter_disabled, has_lora, is_lora_name, merged_weights
 from dovetail.models.weights import to_checkpoint_tensors
+from dovetail.observability.progress import note_progress
 from dovetail.parallel.ulysses import ulysses_group
 from dovetail.protocol import DataProto
 
@@ -191,6 +192,7 @@ class TorchBackend(TrainBackend):
 
     def _run(self, micro_batch: DataProto, on_device: DataProto, options: ForwardOptions) -> TokenOutput:
         self._offloaded.require("params")
+        note_progress()
         with ulysses_group(self._sp_group), self._sharding.compute_context():
             return self._call(self.module, micro_batch, on_device, options)
 

@@ -100,11 +100,11 @@ def _convert_jsonl(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
     import random
 
     from dovetail.data.errors import DataError
-    from dovetail.data.prepare import local_rows, question_rows, usable_rows
+    from dovetail.data.prepare import all_rows, question_rows, usable_rows
 
     if args.source is None:
         raise DataError("jsonl needs a file: dovetail data jsonl mine.jsonl --out data/mine.")
-    raw = usable_rows(local_rows(args.source, "train"), args.question_field, args.answer_field)
+    raw = usable_rows(all_rows(args.source, "train"), args.question_field, args.answer_field)
     random.Random(args.seed).shuffle(raw)
     num_test = round(len(raw) * args.test_share)
     parts = {"test": raw[:num_test], "train": raw[num_test:]}

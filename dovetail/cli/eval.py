@@ -1,6 +1,7 @@
 """Evaluate a model: `dovetail eval MODEL --data FILE [key=value ...]`. Accuracy, pass@k, best@k, by data source.
 
-MODEL is a checkpoint (`global_step_N`), a run folder (its newest checkpoint), a Hugging Face folder or a hub name.
+MODEL is a checkpoint (`global_step_N`), a run folder (its newest checkpoint, or with --best its best), a Hugging Face
+folder or a hub name.
 A checkpoint is evaluated as its run validated: same engine, same reward, same validation files unless --data names
 others. Rows are scored by the rule of their `data_source`, or by reward=FILE.py:NAME.
 """
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="global_step_N, a run folder, a Hugging Face folder, a hub name")
+    add_model_arguments(parser)
     parser.add_argument("inputs", nargs="*", metavar="FILE.yaml|key=value", help="changes to the configuration")
     parser.add_argument("--data", action="append", metavar="FILE", help="prompts with ground truth; may be repeated")
     parser.add_argument(
@@ -30,6 +31,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--ray", action="store_true", help="run workers on Ray even if one process is enough")
     add_sampling_arguments(parser)
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="global_step_N, a run folder, a Hugging Face folder, a hub name")
+    parser.add_argument("--best", action="store_true", help="the best checkpoint of a run folder (trainer.save_best)")
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     from dovetail.trainer.evaluate import evaluate
     from dovetail.trainer.saved_model import find_model, override, sampling_overrides
 
-    model = find_model(args.model)
+    model = find_model(args.model, best=args.best)
     if args.data:
         overrides.append(override("data.val_files", args.data))
     out = args.out or Path("runs/eval") / model.name

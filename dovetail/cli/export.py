@@ -12,6 +12,7 @@ if it is new.
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
 import tempfile
 from dataclasses import replace
@@ -99,18 +100,13 @@ def export_checkpoint(config: DovetailConfig, folder: Path, out: Path, *, dtype:
 
     from dovetail.agents.stops import run_stop_ids
     from dovetail.backends.export import export_hf_folder
-    from dovetail.models.load import load_tokenizer, model_folder
+    from dovetail.models.load import model_folder
 
     is_reward = config.trainer.method == "reward"
     model = config.critic.model if is_reward else config.actor_rollout_ref.model
     build = _megatron_backend if _section(config).strategy == "megatron" else _plain_backend
     backend = build(config, folder / ("critic" if is_reward else "actor"))
-    template = config.actor_rollout_ref.model.custom_chat_template
-    tokenizer = load_tokenizer(
-        model.tokenizer_source if is_reward else config.tokenizer_source,
-        trust_remote_code=model.trust_remote_code,
-        chat_template=template,
-    )
+    tokenizer = _tokenizer(config)
     wanted = None if dtype is None else getattr(torch, dtype)
     source = None if is_reward else model_folder(model.path)
     stop_ids = () if is_reward else run_stop_ids(config, tokenizer).all
@@ -118,10 +114,14 @@ def export_checkpoint(config: DovetailConfig, folder: Path, out: Path, *, dtype:
 
 
 def export_adapter(config: DovetailConfig, folder: Path, out: Path, *, dtype: str | None = None) -> None:
-    """Write the LoRA adapter of `folder/actor` in peft's format, with the name of the model it belongs to."""
+    """Write the LoRA adapter of `folder/actor` in peft's format, with the name of the model it belongs to, and the
+    generation config of the run: the model's own may not name what ends an answer of the adapter."""
     import torch
 
+    from dovetail.agents.stops import run_stop_ids
+    from dovetail.models.load import model_folder
     from dovetail.models.save import publish_folder
+    from dovetail.models.stop_ids import GENERATION_CONFIG, name_stop_ids
     from dovetail.weight_sync import write_peft_folder
     from dovetail.workers.adapters import adapter_of
 
@@ -141,7 +141,22 @@ def export_adapter(config: DovetailConfig, folder: Path, out: Path, *, dtype: st
             wanted = getattr(torch, dtype)
             adapter = replace(adapter, tensors=((name, tensor.to(wanted)) for name, tensor in adapter.tensors))
         write_peft_folder(adapter, Path(work) / out.name, base_model=policy.model.path)
+        source, ids = model_folder(policy.model.path), run_stop_ids(config, _tokenizer(config)).all
+        if (source / GENERATION_CONFIG).is_file():
+            shutil.copyfile(source / GENERATION_CONFIG, Path(work) / out.name / GENERATION_CONFIG)
+        name_stop_ids(Path(work) / out.name, backend.hf_config, ids)
         publish_folder(Path(work) / out.name, out)
+
+
+def _tokenizer(config: DovetailConfig) -> Any:
+    """Of what the run trained."""
+    from dovetail.models.load import load_tokenizer
+
+    is_reward, policy = config.trainer.method == "reward", config.actor_rollout_ref.model
+    model = config.critic.model if is_reward else policy
+    source = model.tokenizer_source if is_reward else config.tokenizer_source
+    trusted, template = model.trust_remote_code, policy.custom_chat_template
+    return load_tokenizer(source, trust_remote_code=trusted, chat_template=template)
 
 
 def _build(config: DovetailConfig, **options: Any) -> TrainBackend:

@@ -1,6 +1,7 @@
 """Generate responses to look at: `dovetail generate MODEL "prompt" ...`, from a file (--file), or from standard input.
 
-MODEL is a checkpoint (`global_step_N`), a run folder (its newest checkpoint), a Hugging Face folder or a hub name.
+MODEL is a checkpoint (`global_step_N`), a run folder (its newest checkpoint, or with --best its best), a Hugging Face
+folder or a hub name.
 A prompt is one user message, in the chat template of the model where it has one. A checkpoint is used as its run
 validated: same engine, same lengths, greedy unless --temperature says otherwise.
 """
@@ -8,13 +9,15 @@ validated: same engine, same lengths, greedy unless --temperature says otherwise
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dovetail.cli.eval import add_sampling_arguments, set_logging
+from dovetail.cli.eval import add_model_arguments, add_sampling_arguments, set_logging
 from dovetail.cli.option_types import output_file
+from dovetail.config.overrides import sets_known_key
 
 if TYPE_CHECKING:
     from dovetail.trainer.generate import Response
@@ -37,7 +40,7 @@ _FORCED = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="global_step_N, a run folder, a Hugging Face folder, a hub name")
+    add_model_arguments(parser)
     parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="without one, lines of --file or standard input")
     parser.add_argument(
         "--file", type=Path, metavar="F", help="one prompt per line; or .parquet / .jsonl with a column prompt"
@@ -54,9 +57,9 @@ def run(args: argparse.Namespace) -> int:
     set_logging(args.verbose)
     from dovetail.trainer.saved_model import find_model
 
-    config = find_model(args.model).config(overrides=[*args.set, *_FORCED]).config
+    config = find_model(args.model, best=args.best).config(overrides=[*args.set, *_FORCED]).config
     prompts = _prompts(args, config.data.prompt_key)
-    sampling = {"n": args.n, "temperature": args.temperature, "max_tokens": args.max_tokens}
+    sampling = {"n": args.n, "temperature": args.temperature, "max_tokens": args.max_tokens, "best": args.best}
     responses = generate(args.model, prompts, overrides=args.set, **sampling)
     for prompt, samples in zip(prompts, responses, strict=True):
         _show(prompt, samples)
@@ -85,12 +88,13 @@ def generate(
     temperature: float | None = None,
     max_tokens: int | None = None,
     overrides: Sequence[str] = (),
+    best: bool = False,
 ) -> list[list[Response]]:
-    """Responses of a checkpoint, a run's newest checkpoint or a model to each prompt."""
+    """Responses of a checkpoint, a run's newest (`best`: best) checkpoint or a model to each prompt."""
     from dovetail.trainer.generate import generate_responses
     from dovetail.trainer.saved_model import find_model, sampling_overrides
 
-    model = find_model(given)
+    model = find_model(given, best=best)
     config = model.config(overrides=[*overrides, *_FORCED]).config
     asked = sampling_overrides(config, n=n, temperature=temperature, max_tokens=max_tokens)
     config = model.config(overrides=[*overrides, *_FORCED, *asked]).config
@@ -101,6 +105,11 @@ def _prompts(args: argparse.Namespace, column: str) -> list[Any]:
     """Text or messages, from the command line, the file or standard input; with the system message before each."""
     from dovetail.data.errors import DataError
 
+    if setting := next((text for text in args.prompts if sets_known_key(text)), None):
+        raise DataError(
+            f"{setting!r} stands where a prompt is read and is a setting: give it as --set {shlex.quote(setting)}. A "
+            "prompt of these words can come from --file or standard input."
+        )
     if args.prompts:
         prompts: list[Any] = args.prompts
     elif args.file is not None:

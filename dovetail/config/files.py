@@ -8,6 +8,7 @@ from typing import Any
 
 from dovetail.config.errors import Problem
 from dovetail.config.tree import Tree, merge, remove
+from dovetail.config.wording import nearest
 
 
 def read_yaml(path: Path) -> Tree:
@@ -22,11 +23,16 @@ def read_yaml(path: Path) -> Tree:
     if path.suffix in (".jsonl", ".parquet"):  # JSON reads as YAML
         raise ValueError(f"{path} is no YAML file; did you mean data={path}?")
     if not path.is_file():
-        raise ValueError(f"{path} is not a file; pass the path of a YAML file, or an override as key=value")
+        beside = [str(one) for one in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
+        meant = f" (did you mean {near}?)" if (near := nearest(path, beside)) else ""
+        raise ValueError(f"{path} is not a file{meant}; pass the path of a YAML file, or an override as key=value")
     try:
         loaded = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
     except (YAMLError, OmegaConfBaseException, OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read as YAML: {error}") from error
+        mark = getattr(error, "problem_mark", None)
+        line = path.read_text(errors="replace").splitlines()[mark.line : mark.line + 1] if mark else []
+        tab = "; the line begins with a tab, and YAML takes spaces alone" if line and "\t" in _indent(line[0]) else ""
+        raise ValueError(f"{path} cannot be read as YAML: {error}{tab}") from error
     if not isinstance(loaded, dict):
         raise ValueError(f"{path} holds a {type(loaded).__name__}; a configuration is a mapping of sections")
     # A launch list reads as YAML, too: as one long word that is set to nothing.
@@ -35,6 +41,10 @@ def read_yaml(path: Path) -> Tree:
             f"{path} is a launch list ({listed[:40]!r} ...), not YAML; give it with --overrides-file {path}"
         )
     return {str(name): value for name, value in loaded.items()}
+
+
+def _indent(line: str) -> str:
+    return line[: len(line) - len(line.lstrip())]
 
 
 def resolve_interpolations(tree: Tree, defaults: Callable[[], Tree]) -> tuple[Tree, list[Problem]]:

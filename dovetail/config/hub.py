@@ -16,6 +16,8 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
+from dovetail.config.wording import nearest
+
 Kind = Literal["model", "dataset"]
 DATA_PREFIX = "hf://"
 
@@ -149,7 +151,9 @@ def _explain(name: str, kind: Kind, reason: str, part: str | None = None) -> str
     cache = Path(constants.HF_HUB_CACHE) / f"{kind}s--{repository.replace('/', '--')}"
     type_of = "" if kind == "model" else " --repo-type dataset"
     what = f"{part} of {name}" if part else name
-    either = f"{name} is no folder on this machine, and" if kind == "model" else f"{name}:"
+    models = [str(file.parent) for file in Path(name).parent.glob("*/config.json")] if kind == "model" else []
+    near = f" (did you mean {meant}?)" if (meant := nearest(name, models)) else ""
+    either = f"{name} is no folder on this machine{near}, and" if kind == "model" else f"{name}:"
     return (
         f"{either} the Hugging Face hub cannot give {what}: {reason}. Give a local path, or put it into the "
         f"cache folder {cache}: run `hf download {repository}{type_of}` where the hub can be reached, then copy the "

@@ -132,7 +132,12 @@ def nearest_key(root: type[BaseModel], name: str) -> str | None:
     namesakes = [key for key in known if key.rpartition(".")[2] == leaf]
     if namesakes:
         words = set(name.split("."))
-        return max(namesakes, key=lambda key: len(words & set(key.split("."))))
+
+        def likeness(key: str) -> tuple[int, float]:
+            ratio = _ratio(section, key.rpartition(".")[0])  # sections that are not misspelt say nothing by theirs
+            return len(words & set(key.split("."))), ratio if ratio >= 0.8 else 0.0
+
+        return max(namesakes, key=likeness)
     # The sections of long keys look alike, so the last word must look alike too.
     near = difflib.get_close_matches(name, known, n=5, cutoff=0.7)
     return next((key for key in near if _ratio(leaf, key.rpartition(".")[2]) >= 0.6), None)

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.config.errors import Notice, Problem
-from dovetail.config.translate.short import usual_name
+from dovetail.config.root import DovetailConfig
+from dovetail.config.translate.short import SHORT_NAMES, USUAL_NAMES, usual_name
 from dovetail.config.values import is_quoted, parse_value, split_outside, unquote
 
 _SET = re.compile(r"(\+\+|\+)?([A-Za-z_][\w\-@]*(?:\.[\w\-/@]+)*)\s*=(.*)", re.DOTALL)
@@ -59,6 +60,16 @@ def split_arguments(items: Sequence[str]) -> tuple[list[Path], list[str]]:
     items = _join_options(items)
     files = [item for item in items if _is_file(item)]
     return [Path(os.path.expanduser(item)) for item in files], [item for item in items if not _is_file(item)]
+
+
+def sets_known_key(text: str) -> bool:
+    """Whether a text that may be anything else, such as a prompt, is an override of a key that a section or a short
+    name has."""
+    match = _SET.fullmatch(text)
+    if match is None:
+        return False
+    section, has_dot, _ = match[2].partition(".")
+    return section in DovetailConfig.model_fields if has_dot else section in {*SHORT_NAMES, *USUAL_NAMES}
 
 
 def parse_overrides(texts: Sequence[str], *, source: str, shell_quotes: bool = False) -> ParsedOverrides:

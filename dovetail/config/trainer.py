@@ -97,9 +97,9 @@ class TrainerConfig(Section):
     )
     worker_timeout_s: float = key(
         7200.0,
-        "A call on the workers that runs longer ends the run and names the rank that hangs. A method "
-        "that has run before has less time: ten times the longest call so far, at least ten minutes, and with agents "
-        "ten minutes more than a trajectory may take.",
+        "A call on the workers that runs longer ends the run and names the rank that hangs, once it has computed no "
+        "token and no micro-batch for ten minutes. A method that has run before has less time: ten times the longest "
+        "call so far, at least ten minutes, and with agents ten minutes more than a trajectory may take.",
         gt=0,
     )
     on_step: str | None = key(

@@ -4,6 +4,8 @@ Limits are learned from earlier calls of the same method: a call is slow when it
 longest before it, and hung at ten times: long enough for responses that grow and for a machine that is shared, short
 enough to end a deadlock the same hour. The first call of a method has nothing to compare with and gets `first_limit_s`.
 `allowed_s` are times by method that a call may always take, and ten minutes more: those of deadlines inside it.
+A call that is past its limit and still computes (`observability.progress`) goes on; it is hung once it has computed
+nothing for `again_s`.
 """
 
 from __future__ import annotations
@@ -25,11 +27,13 @@ _TIMEOUT_TEXTS = ("Timed out waiting", "timed out after", "collective operation 
 
 @dataclass(frozen=True)
 class CallLimit:
-    """Seconds after which a call is named as slow, and after which it is given up; ``why`` explains the second."""
+    """Seconds after which a call is named as slow, and after which it is given up; ``why`` explains the second. One
+    that has made progress is looked at again every ``again_s``."""
 
     slow_s: float
     hung_s: float
     why: str
+    again_s: float
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,13 @@ class CallLimits:
         allowed = self._allowed_s.get(method)
         if allowed and allowed + HUNG_LEAST_S > hung:
             hung, why = allowed + HUNG_LEAST_S, f"{why}, and what it waits for may take {allowed:.0f} s"
-        return CallLimit(slow, hung, why)
+        return CallLimit(slow, hung, why, again_s=min(HUNG_LEAST_S, self.first_limit_s))
+
+
+def not_finished(seconds: float, limit: CallLimit, computed: int) -> str:
+    """Why a call is given up; ``computed`` is what it had counted until it stood still."""
+    still = f", and computes nothing any more: for {limit.again_s:.0f} s" if computed else ""
+    return f"Not finished after {seconds:.0f} s ({limit.why}){still}."
 
 
 def find_hung_rank(stacks: Mapping[int, str]) -> int | None:

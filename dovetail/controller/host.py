@@ -20,6 +20,7 @@ from dovetail.controller.rendezvous import reserve_port, serve_store
 from dovetail.controller.spans import Span, SpanRecorder
 from dovetail.controller.worker import ClassWithInitArgs, Worker
 from dovetail.controller.worker_logging import configure_worker_logging, logging_as
+from dovetail.observability.progress import restart_progress, share_progress
 from dovetail.protocol import DataProto
 
 
@@ -33,6 +34,8 @@ class ProcessIdentity:
     hostname: str
     stack_file: int | None = None
     """File of the process that its Python stacks are written to on a signal, see `process_state`."""
+    progress_file: int | None = None
+    """File of the process that has its count, see `observability.progress`."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,7 @@ class WorkerHost:
 
         node_id = ray.get_runtime_context().get_node_id()
         node, hostname = ray.util.get_node_ip_address(), socket.gethostname()
-        return ProcessIdentity(os.getpid(), node, node_id, hostname, offer_stacks())
+        return ProcessIdentity(os.getpid(), node, node_id, hostname, offer_stacks(), share_progress())
 
     def serve_store(self, host: str) -> tuple[int, int]:
         """Bind the group's store in this process, and keep a second port free; only rank 0 is asked to."""
@@ -100,6 +103,7 @@ class WorkerHost:
 
     def call(self, call: Call, *values: Any) -> Any:
         """Run a method; what it raises leaves this process as a `WorkerError`."""
+        restart_progress()
         try:
             return self.run(call, values)
         except WorkerError:

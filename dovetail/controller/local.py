@@ -16,11 +16,12 @@ from typing import Any
 from dovetail.controller.context import WorkerContext, building
 from dovetail.controller.errors import WorkerError, WorkerHungError
 from dovetail.controller.futures import BatchFuture, GroupFuture
-from dovetail.controller.hangs import CallLimit, CallLimits
+from dovetail.controller.hangs import CallLimit, CallLimits, not_finished
 from dovetail.controller.host import Call, WorkerHost
 from dovetail.controller.spans import Span
 from dovetail.controller.worker import ClassWithInitArgs, Worker
 from dovetail.controller.worker_group import Launch, WorkerGroup
+from dovetail.observability.progress import progress, restart_progress
 from dovetail.observability.waits import Wait, waiting
 
 
@@ -101,13 +102,18 @@ class _LocalHost(WorkerHost):
     def _watching(self, role: str, method: str, rows: int = 0) -> Iterator[None]:
         """Another thread names the call when it takes long, and calls `end_hung` when it takes too long."""
         limit = self._limits.limit(role, method, rows)
-        hung = partial(self._hung, role, method, limit)
+        restart_progress()
+        hung = partial(self._hung, role, method, limit, 0)
         with waiting("the driver", f"{role}.{method}", limit_s=limit.slow_s, hung_s=limit.hung_s, on_hang=hung) as wait:
             yield
         self._limits.record(role, method, wait.waited(), rows)
 
-    def _hung(self, role: str, method: str, limit: CallLimit, wait: Wait, stack: str) -> None:
-        reason = f"Not finished after {wait.waited():.0f} s ({limit.why})."
+    def _hung(self, role: str, method: str, limit: CallLimit, before: int, wait: Wait, stack: str) -> None:
+        if (computed := progress()) != before:
+            wait.hung_s = wait.waited() + limit.again_s
+            wait.on_hang = partial(self._hung, role, method, limit, computed)
+            return
+        reason = not_finished(wait.waited(), limit, computed)
         place = {"pid": os.getpid(), "node": self._context.node}
         self.end_hung(WorkerHungError(role, 0, method, **place, reason=reason, worker_traceback=stack))
 

@@ -18,7 +18,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
+
+from dovetail.observability.progress import read_progress
 
 if TYPE_CHECKING:
     from dovetail.controller.host import ProcessIdentity
@@ -152,6 +154,9 @@ class NodeMonitor:
     def stacks(self, files: Mapping[int, int | None]) -> dict[int, str]:
         return {pid: read_stacks(pid, file) for pid, file in files.items()}
 
+    def progress(self, files: Mapping[int, int | None]) -> dict[int, int]:
+        return {pid: read_progress(pid, file) for pid, file in files.items()}
+
     def kill(self, pids: Sequence[int]) -> None:
         kill_processes(pids)
 
@@ -209,11 +214,13 @@ class Monitors:
 
     def stacks(self, identities: Sequence[ProcessIdentity]) -> list[str]:
         """Where the Python code of each process is, in the order given; empty where it cannot be asked."""
-        nodes: dict[str, dict[int, int | None]] = defaultdict(dict)
-        for identity in identities:
-            nodes[identity.node_id][identity.pid] = identity.stack_file
-        answers = self.ask("stacks", nodes)
+        answers = self.ask("stacks", _files_by_node(identities, "stack_file"))
         return [answers.get(identity.node_id, {}).get(identity.pid, "") for identity in identities]
+
+    def progress(self, identities: Sequence[ProcessIdentity]) -> int:
+        """The counts of these processes together; where they cannot be read nothing is added."""
+        answers = self.ask("progress", _files_by_node(identities, "progress_file"))
+        return sum(sum(counts.values()) for counts in answers.values())
 
     def kill(self, identities: Sequence[ProcessIdentity]) -> None:
         """SIGKILL: Ray asks a worker to end itself, which a stopped one cannot."""
@@ -234,6 +241,15 @@ class Monitors:
                 .remote()
             )
         return self._actors[job, node_id]
+
+
+def _files_by_node(
+    identities: Sequence[ProcessIdentity], kind: Literal["stack_file", "progress_file"]
+) -> dict[str, dict[int, int | None]]:
+    nodes: dict[str, dict[int, int | None]] = defaultdict(dict)
+    for identity in identities:
+        nodes[identity.node_id][identity.pid] = getattr(identity, kind)
+    return nodes
 
 
 def _pids_by_node(identities: Sequence[ProcessIdentity]) -> dict[str, list[int]]:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dovetail.controller.errors import WorkerDiedError, WorkerError, WorkerHungError
-from dovetail.controller.hangs import CallLimits, find_hung_rank, is_collective_timeout
+from dovetail.controller.hangs import CallLimits, find_hung_rank, is_collective_timeout, not_finished
 from dovetail.observability.waits import waiting
 
 if TYPE_CHECKING:
@@ -161,11 +161,13 @@ class RayCall:
         """Results by rank; the first failure of any rank, or of any other group, is raised as soon as it is known.
 
         ``meanwhile`` is called while the wait lasts, and looks after the other groups itself.
-        Without ``timeout`` the limit that earlier calls of this method have taught ends the wait, and the group.
+        Without ``timeout`` the limit that earlier calls of this method have taught ends the wait, and the group, unless
+        a rank still computes: then it goes on for as long as one does.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         limits = self.processes.limits
         limit = limits.limit(self.role, self.method, self.rows)
+        hung_s, computed = limit.hung_s, 0
         outputs: dict[int, Any] = {}
         errors: dict[int, BaseException] = {}
         pending = {ref: rank for rank, ref in self.refs.items()}
@@ -181,12 +183,19 @@ class RayCall:
                         meanwhile()
                     if deadline is not None and time.monotonic() > deadline:
                         raise TimeoutError(f"{self.role}.{self.method} still runs on ranks {ranks} after {timeout} s.")
-                    if deadline is None and wait.waited() > limit.hung_s:
-                        raise self._give_up(ranks, f"Not finished after {wait.waited():.0f} s ({limit.why}).")
+                    if deadline is None and wait.waited() > hung_s:
+                        before, computed = computed, self._progress(ranks)
+                        if computed == before:
+                            raise self._give_up(ranks, not_finished(wait.waited(), limit, computed))
+                        hung_s = wait.waited() + limit.again_s
         if errors:
             raise self._explain(pending, outputs, errors)
         limits.record(self.role, self.method, time.monotonic() - self.started, self.rows)
         return outputs
+
+    def _progress(self, ranks: Sequence[int]) -> int:
+        watchdog, identities = self.processes.watchdog, self.processes.identities
+        return watchdog.monitors.progress([identities[rank] for rank in ranks]) if watchdog and identities else 0
 
     def _give_up(self, ranks: Sequence[int], reason: str) -> WorkerError:
         """Of the ranks that have not finished, find the one that hangs, name it and stop the group."""

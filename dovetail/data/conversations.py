@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -72,6 +73,8 @@ class ConversationDataset(ExampleDataset[Conversation]):
         """Whether the chat template leaves out tools without a word; None without rows that have some."""
         self.ignores_thinking: bool | None = None
         """Whether `sft.enable_thinking_key` changes no prompt; None without rows that set it."""
+        self.drops_text: bool | None = None
+        """Whether the chat template leaves out the text beside a call; None without rows that have both."""
         self._thinking: dict[bool, Renderer] = {}
         super().__init__(*source, **which)
         self.has_media = any(any(row.media) for rows in self._examples for row in rows)
@@ -126,6 +129,11 @@ class ConversationDataset(ExampleDataset[Conversation]):
         tools = checked_tools(row.get(self._sft.tools_key))
         if tools and self.hides_tools is None:
             self.hides_tools = renderer.start(_PROBE, tools) == renderer.start(_PROBE)
+        if self.drops_text is None and (call := next(filter(_has_text_beside_call, messages), None)) is not None:
+            self.drops_text = False
+            with suppress(ValueError):  # ChatTemplateError: a template that refuses a call without text shows it
+                said, unsaid = (renderer.answer([*_PROBE, one], tools) for one in (call, {**call, "content": ""}))
+                self.drops_text = said == unsaid
         return [row._replace(media_digest=digest) for row in conversation_rows(renderer, messages, tools)]
 
     def _renderer_of(self, row: Mapping[str, Any]) -> Renderer | None:
@@ -235,6 +243,11 @@ def checked_messages(value: Any, name: str, *, media: bool = False) -> Messages:
             raise DataError(f"{name} has a part of the type {kinds[0]!r}; {TEXT_ALONE}")
         return [with_text({key: entry for key, entry in message.items() if entry is not None}) for message in value]
     raise DataError(f"{name} is {short(value)}; it must be a list of messages with role and content.")
+
+
+def _has_text_beside_call(message: Mapping[str, Any]) -> bool:
+    content = message["content"] if message["role"] == "assistant" and message.get("tool_calls") else ""
+    return isinstance(content, str) and bool(content.strip())
 
 
 def _as_messages(value: Any, role: str, name: str) -> Messages:

@@ -219,7 +219,10 @@ def needed_columns(data: DataConfig, *, scored_by_rules: bool) -> dict[str, str]
             "reward function (reward=FILE.py:NAME, in full custom_reward_function.path), which needs none"
         )
     if scored_by_rules:
-        needed["reward_model"] = "; it holds {'ground_truth': ...}"
+        needed["reward_model"] = (
+            "; it holds {'ground_truth': ...}. `dovetail data jsonl FILE --out FOLDER --question-field ... "
+            "--answer-field ...` writes all columns from questions and answers"
+        )
     return needed
 
 

@@ -142,21 +142,19 @@ def published_rows(source: str, path: str | None, split: str) -> list[dict[str, 
     folder = _FOLDER_OF_ALL[source]
     if path is not None:
         inside = Path(path).expanduser() / folder
-        return local_rows(str(inside) if inside.is_dir() else path, split)
+        return all_rows(str(inside) if inside.is_dir() else path, split)
     try:
-        return local_rows(str(fetch_folder(source, folder, kind="dataset")), split)
+        return all_rows(str(fetch_folder(source, folder, kind="dataset")), split)
     except HubError as error:
         copied = f"`hf download {source} --repo-type dataset --local-dir FOLDER`"
         raise DataNotHereError(f"{error} `dovetail data` also takes a copy of the FOLDER of {copied}.") from error
 
 
-def local_rows(path: str, split: str) -> list[dict[str, Any]]:
-    """All rows of a file, or of the file in a folder whose name begins with the split."""
-    folder = Path(path).expanduser()
+def all_rows(path: str, split: str) -> list[dict[str, Any]]:
+    """All rows of a file, here or on the hub, or of the file in a folder whose name begins with the split."""
+    folder, files = Path(path).expanduser(), [path]
     if folder.is_dir() and not (folder / "state.json").exists():
-        files = sorted(file for file in folder.rglob(f"{split}*") if file.suffix in ENDINGS)
+        files = sorted(str(file) for file in folder.rglob(f"{split}*") if file.suffix in ENDINGS)
         if not files:
             raise DataError(f"{folder} has no file {split}*.jsonl or {split}*.parquet; give the file itself.")
-    else:
-        files = [folder]
-    return [rows[row] for rows in (read_rows(str(file)) for file in files) for row in range(len(rows))]
+    return [rows[row] for rows in map(read_rows, files) for row in range(len(rows))]

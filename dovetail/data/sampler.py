@@ -170,7 +170,7 @@ class PromptSampler:
 
     def _refusal(self, state: dict[str, Any], name: str) -> str:
         return (
-            f"the checkpoint was made with {_WORDS[name]} {state.get(name)!r} and this run has "
+            f"the checkpoint to continue from was made with {_WORDS[name]} {state.get(name)!r} and this run has "
             f"{self._identity()[name]!r}; its position in the data (epoch {state['epoch']}, row {state['position']}) "
             f"cannot be continued. {_WAY_OUT[name]}"
         )
@@ -210,8 +210,9 @@ _WORDS = {
     "quotas": "rows per file and epoch",
 }
 _WAY_OUT = {
-    "fingerprint": "Put the same files back (rows not read yet may change in place; data.skip_bad_rows=True and "
-    "data.filter_overlong_prompts=True may leave rows out), or start anew with trainer.resume_mode=disable.",
+    "fingerprint": "To continue it, put the same files back (rows not read yet may change in place; "
+    "data.skip_bad_rows=True and data.filter_overlong_prompts=True may leave rows out). For a new run, give another "
+    "folder (output=), or start over here with trainer.resume_mode=disable.",
     "seed": "Set data.seed (or trainer.seed) back.",
     "shuffle": "Set data.shuffle back.",
     "quotas": "Set the files and their weights back.",

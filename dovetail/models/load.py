@@ -13,6 +13,7 @@ No rank ever holds the whole model. A path is a folder on this machine or a name
 from __future__ import annotations
 
 import contextlib
+import importlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -64,12 +65,19 @@ def _existing_folder(path: str | Path, *, weights: bool) -> Path:
 
 
 def load_config(
-    path: str | Path, override_config: Mapping[str, Any] | None = None, *, trust_remote_code: bool = False
+    path: str | Path,
+    override_config: Mapping[str, Any] | None = None,
+    *,
+    trust_remote_code: bool = False,
+    external_lib: str | None = None,
 ) -> PreTrainedConfig:
     """The folder's config with `override_config` laid over it; nested mappings reach nested configs.
 
-    A field that the config has not is refused, except for a dropout of 0.
+    A field that the config has not is refused, except for a dropout of 0. The module `external_lib` is imported first:
+    it may register the architecture.
     """
+    if external_lib is not None:
+        importlib.import_module(external_lib)
     folder = reader_folder(path)
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
@@ -149,6 +157,7 @@ def build_meta_model(
     override_config: Mapping[str, Any] | None = None,
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
+    external_lib: str | None = None,
     longest_row: int | None = None,
 ) -> PreTrainedModel:
     """The network a role needs, without memory. Tied weights are tied already. Dropout is off, unless `override_config`
@@ -163,7 +172,7 @@ def build_meta_model(
         config = source
         _override(config, override_config or {}, "override_config")
     else:
-        config = load_config(source, override_config, trust_remote_code=trust_remote_code)
+        config = load_config(source, override_config, trust_remote_code=trust_remote_code, external_lib=external_lib)
     _turn_off_dropout(config, override_config or {})
     use_one_set(config, longest_row)
     if role != "policy":

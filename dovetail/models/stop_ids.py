@@ -13,10 +13,10 @@ GENERATION_CONFIG = "generation_config.json"
 
 
 def folder_stop_ids(
-    path: str | Path, *, trust_remote_code: bool = False, override_config: Mapping[str, Any] | None = None
+    path: str | Path, *, override_config: Mapping[str, Any] | None = None, **model_args: Any
 ) -> tuple[int, ...]:
-    """Of the model in a folder, or on the hub."""
-    config = load_config(path, override_config, trust_remote_code=trust_remote_code)
+    """Of the model in a folder, or on the hub. `model_args`: those of `load_config`."""
+    config = load_config(path, override_config, **model_args)
     return model_stop_ids(load_generation_config(path, config, override_config), config)
 
 

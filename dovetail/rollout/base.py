@@ -162,6 +162,8 @@ class ModelArgs(TypedDict, total=False):
     """Whether code that comes with the model may run."""
     override_config: Mapping[str, Any] | None
     """Fields that the trainer changed in the model's config."""
+    external_lib: str | None
+    """A module that is imported before the model's config is read."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,11 +43,16 @@ class EngineSettings:
     logprobs: LogprobsMode = "temperature"
     enable_sleep: bool = True
     override_config: Mapping[str, Any] = field(default_factory=dict)
+    external_lib: str | None = None
     engine_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def model_args(self) -> ModelArgs:
-        return {"trust_remote_code": self.trust_remote_code, "override_config": self.override_config}
+        return {
+            "trust_remote_code": self.trust_remote_code,
+            "override_config": self.override_config,
+            "external_lib": self.external_lib,
+        }
 
     def refuse_fixed(self, library: str, reasons: Mapping[str, str]) -> None:
         """ValueError where `engine_kwargs` has an argument that dovetail decides; `reasons` by its name."""
@@ -72,6 +77,7 @@ def shared_settings(
     *,
     trust_remote_code: bool = False,
     override_config: Mapping[str, Any] | None = None,
+    external_lib: str | None = None,
 ) -> dict[str, Any]:
     """Fields of `EngineSettings` that `actor_rollout_ref.rollout` and the model set, whatever the library."""
     return {name: getattr(rollout, name) for name in _SAME_KEYS} | {
@@ -83,6 +89,7 @@ def shared_settings(
         "enable_sleep": rollout.free_cache_engine is not False,
         "trust_remote_code": trust_remote_code,
         "override_config": dict(override_config or {}),
+        "external_lib": external_lib,
     }
 
 

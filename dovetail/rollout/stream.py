@@ -8,6 +8,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
+from dovetail.observability.progress import note_progress
+
 if TYPE_CHECKING:
     from dovetail.rollout.base import GenerationRequest, GenerationResult, RolloutEngine
 
@@ -134,6 +136,7 @@ class EngineStream:
             if isinstance(outcome, FailedRequest):
                 self._failures.setdefault(outcome.request_id, outcome.error)
                 return
+            note_progress()
             self._finished.append(outcome)
             self._left[outcome.request_id] -= 1
             if not self._left[outcome.request_id]:

@@ -269,9 +269,8 @@ def _other_files(config: DovetailConfig) -> Iterator[Problem]:
             f"trainer.resume_from_path={resumed} is no folder; give a global_step_N folder, or set "
             "trainer.resume_mode=auto.",
         )
-    elif not (Path(resumed) / "manifest.json").exists() and (inside := sorted(Path(resumed).glob("global_step_*"))):
-        yield Problem(
-            "trainer.resume_from_path",
-            f"trainer.resume_from_path={resumed} is the folder of a run; give one of its checkpoints, such as "
-            f"{inside[-1]}.",
-        )
+    elif not (Path(resumed) / "manifest.json").exists():
+        inside = sorted(Path(resumed).glob("global_step_*"), key=lambda step: (len(step.name), step.name))
+        is_run = f"is the folder of a run; give one of its checkpoints, such as {inside[-1]}" if inside else None
+        no_checkpoint = "has no manifest.json, so it is no complete checkpoint; give another global_step_N folder"
+        yield Problem("trainer.resume_from_path", f"trainer.resume_from_path={resumed} {is_run or no_checkpoint}.")

@@ -89,14 +89,18 @@ class SavedModel:
         return load_config(files, [*own, *overrides, *forced])
 
 
-def find_model(given: str) -> SavedModel:
-    """What `given` names; FileNotFoundError when it is nothing of the kind."""
-    if (Path(given).expanduser() / "config.json").is_file():
-        return SavedModel(str(Path(given).expanduser().absolute()), is_checkpoint=False)
+def find_model(given: str, *, best: bool = False) -> SavedModel:
+    """What `given` names, of a run folder its newest checkpoint or its best; FileNotFoundError when it is nothing of
+    the kind."""
+    is_folder = (Path(given).expanduser() / "config.json").is_file()
     parent = Path(given).parent
     # `runs/mine` could be a name on the hub, but not where there is a folder `runs`.
-    if is_hub_name(given) and not (parent.name and parent.is_dir()):
-        return SavedModel(given, is_checkpoint=False)
+    if is_folder or (is_hub_name(given) and not (parent.name and parent.is_dir())):
+        if best:
+            raise FileNotFoundError(
+                f"{given} is a model, and --best chooses a checkpoint of a run folder; leave it out."
+            )
+        return SavedModel(str(Path(given).expanduser().absolute()) if is_folder else given, is_checkpoint=False)
     if (Path(given).expanduser() / ADAPTER_SETTINGS).is_file():
         raise FileNotFoundError(
             f"{given} is an adapter; give the model under it, and {given} as actor_rollout_ref.model.lora_adapter_path "
@@ -107,7 +111,8 @@ def find_model(given: str) -> SavedModel:
             f"{given} is no folder; give a folder of a model (with its config.json), a name on the hub (org/name), a "
             "run folder, or a global_step_N folder in one."
         )
-    return SavedModel(str(checkpoint_folder(Path(given).expanduser()).absolute()), is_checkpoint=True)
+    folder = checkpoint_folder(Path(given).expanduser(), best=best)
+    return SavedModel(str(folder.absolute()), is_checkpoint=True)
 
 
 def checkpoint_folder(given: Path, *, best: bool = False) -> Path:

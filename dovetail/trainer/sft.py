@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
+from dovetail.config.errors import Notice
 from dovetail.config.root import DovetailConfig
 from dovetail.data.build import PromptLoader
 from dovetail.data.conversations import ConversationDataset, TokenRow
@@ -25,7 +25,7 @@ from dovetail.trainer.sft_scores import with_scores
 from dovetail.trainer.validation import score_metrics
 from dovetail.workers.sft import SFTWorker
 
-logger = logging.getLogger(__name__)
+_TEMPLATE = "actor_rollout_ref.model.custom_chat_template"
 
 
 class Sample(NamedTuple):
@@ -106,18 +106,31 @@ class SFTMethod(OfflineMethod):
                 "there are conversations with images or videos, and actor_rollout_ref.actor.strategy=megatron trains "
                 "models of text alone here; use fsdp2."
             )
-        if any(dataset.hides_tools for dataset in datasets):
-            logger.warning(
-                "rows have %s, but the model's chat template shows no tools: the model is trained without their "
-                "schemas. Set actor_rollout_ref.model.custom_chat_template to one that shows them.",
-                config.sft.tools_key,
+        sft = config.sft
+        self._unlike_template = [
+            f"rows have {what}. Set {_TEMPLATE} to one that {does}."
+            for is_so, what, does in (
+                (
+                    any(dataset.hides_tools for dataset in datasets),
+                    f"{sft.tools_key}, but the model's chat template shows no tools: the model is trained without "
+                    "their schemas",
+                    "shows them",
+                ),
+                (
+                    any(dataset.ignores_thinking for dataset in datasets),
+                    f"{sft.enable_thinking_key}, but the model's chat template does not read enable_thinking: it "
+                    "changes nothing",
+                    "reads it",
+                ),
+                (
+                    any(dataset.drops_text for dataset in datasets),
+                    "text beside tool calls, but the model's chat template writes the calls alone, and only these "
+                    "are trained",
+                    "writes both",
+                ),
             )
-        if any(dataset.ignores_thinking for dataset in datasets):
-            logger.warning(
-                "rows have %s, but the model's chat template does not read enable_thinking: it changes nothing. Set "
-                "actor_rollout_ref.model.custom_chat_template to one that reads it.",
-                config.sft.enable_thinking_key,
-            )
+            if is_so
+        ]
         self._samples = self._read_samples()
         self._rewards = None
         if config.scores_val_samples and self._samples:
@@ -125,6 +138,9 @@ class SFTMethod(OfflineMethod):
             names = [["prompt", *row, *(row.get("extra_info") or {})] for row in rows]
             columns = tuple(name for name in names[0] if all(name in others for others in names))
             self._rewards = open_things.enter_context(build_reward_runner(config, self._tokenizer, columns))
+
+    def notices(self) -> tuple[Notice, ...]:
+        return (*super().notices(), *(Notice(_TEMPLATE, why) for why in self._unlike_template))
 
     def create_groups(self, *, use_gpu: bool) -> OfflineGroups:
         config, use_ray = _with_room_for(self._config, self._samples), self._options.use_ray

@@ -106,7 +106,11 @@ class ActorRolloutRefWorker(CheckpointedRole):
             if not self.config.lists_teacher_tokens:
                 log_probs, _ = ref.compute_log_prob(data)
                 return DataProto.from_dict({"ref_log_prob": log_probs})
-            student = load_config(self._model.path, trust_remote_code=self._model.trust_remote_code)
+            student = load_config(
+                self._model.path,
+                trust_remote_code=self._model.trust_remote_code,
+                external_lib=self._model.external_lib,
+            )
             vocab_size = student.get_text_config().vocab_size
             log_probs, ids, top = ref.top_tokens(data, top_k=distill.top_k, vocab_size=vocab_size)
         return DataProto.from_dict({"ref_log_prob": log_probs, "teacher_top_ids": ids, "teacher_top_log_probs": top})
@@ -284,6 +288,7 @@ class ActorRolloutRefWorker(CheckpointedRole):
             device=self.device,
             override_config=model.override_config,
             trust_remote_code=model.trust_remote_code,
+            external_lib=model.external_lib,
         )
         return Teacher(layer, self.config.distill.divergence, log_prob_min=self.config.distill.log_prob_min_clamp)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 from typing import Any, Literal
 
@@ -64,7 +63,6 @@ def build_policy(
 ) -> TrainBackend:
     """The actor (`optim` given) or the reference. LoRA adapters go into the actor only. `exact`: `models.exact`;
     `fp32_head`: `models.head.Float32Head`; `longest_row`: `models.longrope`."""
-    _import_external(model.external_lib)
     # On a CPU compiling costs minutes and wins nothing that a test or a laptop run would notice.
     compiles = use_torch_compile and device.type == "cuda" and not exact
     if strategy == "megatron":
@@ -78,6 +76,7 @@ def build_policy(
         dtype=precision_of(fsdp, trains=optim is not None).master,
         override_config=model.override_config,
         trust_remote_code=model.trust_remote_code,
+        external_lib=model.external_lib,
         longest_row=longest_row,
     )
     if optim is not None and model.uses_lora:
@@ -193,7 +192,6 @@ def build_value(
 ) -> TrainBackend:
     """The folder's network with a scalar head, fresh where it has none. Without `optim` it only infers."""
     assert model.path is not None, "asked for before"
-    _import_external(model.external_lib)
     trained = model if optim is not None and isinstance(model, ModelConfig) else None
     recompute = trained is not None and trained.enable_gradient_checkpointing
     if strategy == "megatron":
@@ -206,6 +204,7 @@ def build_value(
         dtype=precision_of(fsdp, trains=optim is not None).master,
         override_config=model.override_config,
         trust_remote_code=model.trust_remote_code,
+        external_lib=model.external_lib,
     )
     if trained is not None and trained.uses_lora:
         add_adapters(hf_model, trained)
@@ -245,7 +244,12 @@ def _on_megatron(
     from dovetail.backends.megatron.build import build_megatron_backend
 
     assert model.path is not None, "asked for before"
-    hf_config = load_config(model.path, model.override_config, trust_remote_code=model.trust_remote_code)
+    hf_config = load_config(
+        model.path,
+        model.override_config,
+        trust_remote_code=model.trust_remote_code,
+        external_lib=model.external_lib,
+    )
     if role != "policy":
         hf_config.num_labels = 1
     return build_megatron_backend(
@@ -279,8 +283,3 @@ def _use_triton(impl_backend: str, device: torch.device) -> bool | None:
             f"on {device} without it; use auto or torch."
         )
     return None if impl_backend == "auto" else impl_backend == "triton"
-
-
-def _import_external(name: str | None) -> None:
-    if name is not None:
-        importlib.import_module(name)

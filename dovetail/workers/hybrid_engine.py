@@ -66,6 +66,7 @@ class HybridEngine:
             shared=whole,
             trust_remote_code=self._model.trust_remote_code,
             override_config=self._model.override_config,
+            external_lib=self._model.external_lib,
         )
         self.engine_size = self._rollout.engine_world_size
         """Processes that share one engine: they are asked for the same answers, and the first of them gives them."""

@@ -67,6 +67,7 @@ class RolloutWorker(TrainingRole):
             device=self.device,
             trust_remote_code=policy.model.trust_remote_code,
             override_config=policy.model.override_config,
+            external_lib=policy.model.external_lib,
         )
         self._pad_token_id = int(tokenizer.pad_token_id)
         self._probe = ParityProbe(self.config, tokenizer)

@@ -235,6 +235,28 @@ def test_qwen3_coders_values_have_the_types_of_the_schema() -> None:
     assert calls[0].arguments == {"code": "12\n\n34", "lines": [1, 2], "fast": True, "other": 7}
 
 
+@pytest.mark.parametrize(
+    "kind",
+    [
+        {"type": ["string", "null"]},
+        {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        {"type": "string", "nullable": True},  # what `@tool` makes of `str | None`
+    ],
+)
+def test_a_string_that_may_be_null_is_a_string_or_null(kind: dict[str, Any]) -> None:
+    schema = {"name": "run", "parameters": {"properties": dict.fromkeys(("zip", "none"), kind)}}
+    written = "".join(f"<parameter={key}>{text}</parameter>" for key, text in [("zip", "1234"), ("none", "null")])
+    _, calls = parse("qwen3_coder", f"<tool_call><function=run>{written}</function></tool_call>", [schema])
+    assert calls[0].arguments == {"zip": "1234", "none": None}
+
+
+def test_a_value_of_several_types_is_what_it_looks_like() -> None:
+    schema = {"name": "run", "parameters": {"properties": {"at": {"type": ["string", "integer"]}}}}
+    call = "<tool_call><function=run><parameter=at>{}</parameter></function></tool_call>"
+    found = [parse("qwen3_coder", call.format(text), [schema])[1][0].arguments["at"] for text in ("12", "null", "a")]
+    assert found == [12, None, "a"]
+
+
 @pytest.mark.parametrize("name", ["glm", "minimax", "seed", "gemma4"])
 def test_values_have_the_types_of_the_schema(name: str) -> None:
     kinds = {"code": "string", "lines": "array", "fast": "boolean"}

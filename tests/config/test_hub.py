@@ -70,6 +70,16 @@ def test_offline_the_message_names_the_folder_to_put_the_model_in(cache: Path) -
     assert "hf download org/absent" in message
 
 
+def test_a_misspelt_folder_that_looks_like_a_name_of_the_hub_is_named_with_the_folder_that_is_there(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models").mkdir()
+    model_files(tmp_path / "models" / "tiny-instruct")
+    with pytest.raises(HubError, match=r"is no folder on this machine \(did you mean models/tiny-instruct\?\), and"):
+        fetch_model("models/tiny-instrct", weights=True)
+
+
 def test_check_plans_a_model_of_the_hub_from_its_config_alone(
     cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

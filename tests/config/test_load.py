@@ -33,11 +33,20 @@ def test_a_misspelt_key_is_refused_with_the_right_one() -> None:
         ("actor_rollout_ref.rolout.n=4", "actor_rollout_ref.rollout.n"),
         ("policy.model.path=x", "actor_rollout_ref.model.path"),
         ("ray_init.adress=auto", "ray_init.address"),
+        ("trianer.seed=1", "trainer.seed"),
+        ("crtic.optim.lr=1", "critic.optim.lr"),
     ],
 )
 def test_the_nearest_key_is_found_by_its_last_word_or_by_its_path(wrong: str, right: str) -> None:
     (message,) = problems(wrong)
     assert f"did you mean {right}?" in message
+
+
+def test_a_file_with_a_slip_is_named_with_the_way_out(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("data:\n\ttrain_files: a\n")
+    for name, says in (("run.yaml", "the line begins with a tab"), ("run.yml", f"(did you mean {tmp_path}/run.yaml?)")):
+        with pytest.raises(ConfigError, match=re.escape(says)):
+            load_config([tmp_path / name])
 
 
 def test_all_problems_are_reported_at_once() -> None:

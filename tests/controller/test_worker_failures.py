@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,9 +13,11 @@ import pytest
 
 from dovetail.controller import (
     Dispatch,
+    LocalWorkerGroup,
     RayClassWithInitArgs,
     RayResourcePool,
     RayWorkerGroup,
+    Worker,
     WorkerDiedError,
     WorkerError,
     WorkerHungError,
@@ -22,6 +25,8 @@ from dovetail.controller import (
 )
 from dovetail.controller import watchdog as watchdog_module
 from dovetail.controller.hangs import CallLimits
+from dovetail.observability import waits
+from dovetail.observability.progress import note_progress
 from dovetail.protocol import DataProto
 from tests.controller.conftest import Roles
 from tests.controller.worker_examples import Calculator, Collective, batch, column
@@ -158,6 +163,14 @@ def _number_of_rows(worker: Collective, data: DataProto) -> int:
     return len(data)
 
 
+def note_for(seconds: float) -> None:
+    """As an engine that generates."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        note_progress()
+        time.sleep(0.05)
+
+
 class Sleeper(Collective):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def reduce_unless_asleep(self, sleeping_rank: int) -> float:
@@ -165,8 +178,30 @@ class Sleeper(Collective):
             self.fall_asleep()
         return self.all_reduce()
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def compute(self, seconds: float) -> float:
+        if self.rank == 0:
+            note_for(seconds)
+        return self.all_reduce()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def compute_and_fall_asleep(self) -> None:
+        note_for(1.5)
+        self.fall_asleep()
+
     def fall_asleep(self) -> None:
         threading.Event().wait(600)
+
+
+class Computer(Worker):
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def compute(self, seconds: float) -> None:
+        note_for(seconds)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def compute_and_stop(self, seconds: float, pause: float) -> None:
+        note_for(seconds)
+        time.sleep(pause)
 
 
 @pytest.fixture
@@ -191,6 +226,25 @@ def test_a_call_past_its_limit_names_the_rank_that_is_not_in_the_collective(
     assert "in fall_asleep" in error.worker_traceback, "where it hangs"
     with pytest.raises(WorkerHungError):
         pair.ping()
+
+
+def test_a_call_past_its_limit_goes_on_while_a_rank_computes(pair: RayWorkerGroup) -> None:
+    pair._processes.limits = CallLimits(first_limit_s=1.0)
+    assert pair.compute(3.0) == [1.0, 1.0]
+    with pytest.raises(WorkerHungError, match="computes nothing any more: for 1 s"):
+        pair.compute_and_fall_asleep()
+
+
+def test_a_call_without_ray_goes_on_past_its_limit_while_it_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waits, "LOOK_S", 0.05)
+    monkeypatch.setattr(waits, "_REGISTER", waits._Register())
+    group = LocalWorkerGroup(RayClassWithInitArgs(Computer), limits=CallLimits(first_limit_s=0.3))
+    hung: list[WorkerError] = []
+    group.when_hung(hung.append)
+    group.compute(1.0)
+    assert hung == []
+    group.compute_and_stop(0.4, 1.0)
+    assert "computes nothing any more" in str(hung[0])
 
 
 def test_a_stopped_worker_is_named_while_another_waits_for_it(

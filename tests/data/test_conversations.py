@@ -196,6 +196,16 @@ def test_a_template_that_shows_no_tools_is_noticed() -> None:
     assert ConversationDataset(data, tokenizer, renderer, DataConfig(max_length=4096), sft=sft).hides_tools is True
 
 
+def test_a_template_that_drops_the_text_beside_a_call_is_noticed() -> None:
+    call = {"type": "function", "function": {"name": "look_up", "arguments": {"word": "a"}}}
+    talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "I look.", "tool_calls": [call]}]
+    plain = {"messages": [talk[0], {**talk[1], "content": ""}]}
+    rows = [{"messages": TALK}, plain, {"messages": talk}]
+    assert opened(rows, "llama3").drops_text is True
+    assert opened(rows, "qwen2.5").drops_text is False
+    assert opened(rows[:2], "llama3").drops_text is None
+
+
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no columns": ({"text": "hi"}, "neither 'messages' nor both of 'prompt' and 'response', only text;"),
     "no answer": ({"messages": TALK[:2]}, "one of the assistant is what is trained"),

@@ -219,6 +219,17 @@ def test_the_command_splits_any_jsonl(tmp_path: Path) -> None:
     assert question(test[0]).endswith(" Be brief.")
 
 
+def test_the_command_reads_a_file_on_the_hub(tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "words").mkdir()
+    (tmp_path / "words" / "all.jsonl").write_text('{"question": "2 + 2?", "answer": "4"}\n' * 3)
+    put_in_cache(cache, "org/words", tmp_path / "words", kind="dataset")
+    options = ["--out", str(tmp_path / "out"), "--test-share", "0"]
+    assert main(["data", "jsonl", "hf://datasets/org/words/all.jsonl", *options]) == 0
+    assert len(read_rows(str(tmp_path / "out" / "train.parquet"))) == 3
+    assert main(["data", "jsonl", "hf://datasets/org/words/no.jsonl", *options]) == 2
+    assert "the cache does not have it" in capsys.readouterr().err
+
+
 def test_conversations_stay_conversations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     chat = [
         {"role": "system", "content": "Be kind."},

@@ -76,7 +76,7 @@ def test_another_batch_size_continues_at_the_same_row() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"fingerprint": "g"}, "fingerprint 'f' and this run has 'g'.*resume_mode=disable"),
+        ({"fingerprint": "g"}, "fingerprint 'f' and this run has 'g'.*give another folder .*resume_mode=disable"),
         ({"seed": 2}, "data seed 1 and this run has 2"),
         ({"shuffle": False}, "data.shuffle True"),
         ({"source_sizes": [9]}, "rows per file and epoch"),

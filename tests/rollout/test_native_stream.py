@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from dovetail.observability.progress import progress, restart_progress
 from dovetail.rollout import GenerationRequest, GenerationResult, SamplingParams
 from dovetail.rollout.base import EngineError, WeightUpdateError
 from dovetail.rollout.native.engine import NativeEngine
@@ -50,6 +51,13 @@ def check_log_probs(result: GenerationResult, prompt: list[int], models: dict[in
 def step_until(engine: NativeEngine, tokens: int) -> None:
     """An engine in this process goes on while some thread waits for it."""
     engine.wait(lambda: engine.stats.decode_tokens >= tokens)
+
+
+def test_generation_counts_what_it_computes(folder: Path) -> None:
+    """So that a call that takes long is not taken for one that hangs."""
+    restart_progress()
+    NativeEngine(folder).generate([GenerationRequest("a", prompts(1)[0], LONG)])
+    assert progress() > LONG.max_new_tokens
 
 
 def test_requests_join_are_aborted_and_outlive_two_updates(folder: Path) -> None:

@@ -351,6 +351,24 @@ def test_an_aborted_answer_of_sglang_that_ends_with_a_stop_token_is_complete(fak
     assert (result.finish_reason, result.token_ids, result.weight_versions) == ("stop", [7, 2], [0, 0])
 
 
+def test_an_end_that_sglang_alone_knows_does_not_end_the_response(fake: _Fake, folder: Path) -> None:
+    """SGLang joins the ids of config.json to those of generation_config.json, which alone count here."""
+    _SGLang(fake)
+
+    def generate(body: Any) -> Any:
+        token = {1: 9, 2: 11, 3: 2}[len(body["input_ids"])]  # 9 ends a text for SGLang, 2 for the run
+        entries = [[-0.5, token, None]]
+        return {"meta_info": {"finish_reason": {"type": "stop"}, "output_token_logprobs": entries}}
+
+    fake.routes["POST /generate"] = generate
+    with RemoteRollout([fake.url], str(folder), dialect="sglang") as engine:
+        (result,) = engine.generate([GenerationRequest("a", [5], SamplingParams(max_new_tokens=9))])
+        assert (result.finish_reason, result.token_ids) == ("stop", [9, 11, 2])
+        (cut,) = engine.generate([GenerationRequest("b", [5], SamplingParams(max_new_tokens=2))])
+        assert (cut.finish_reason, cut.token_ids) == ("length", [9, 11])
+    assert [body["sampling_params"]["max_new_tokens"] for body in fake.bodies("POST /generate")] == [9, 8, 7, 2, 1]
+
+
 def test_a_server_that_does_not_go_on_after_a_pause_is_taken_out_and_the_engine_closes(
     fake: _Fake, folder: Path
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -65,10 +66,10 @@ def test_the_best_checkpoint_is_kept_beside_the_newest_also_by_a_run_that_is_con
     assert [row[METRIC] for row in rows] == values[1]
 
 
-def test_export_takes_the_best_and_the_list_marks_it(
+def test_export_eval_and_generate_take_the_best_and_the_list_marks_it(
     toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    saving = {"save_freq": 1, "total_training_steps": 3}
+    saving, said = {"save_freq": 1, "total_training_steps": 3}, []
     train(toy.config(tmp_path / "run", keys(toy, **saving)))
     store = CheckpointStore(tmp_path / "run")
     best = store.best()
@@ -80,6 +81,13 @@ def test_export_takes_the_best_and_the_list_marks_it(
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "best"), "--best"]) == 0
     assert main(["export", str(best), str(tmp_path / "same")]) == 0
     assert torch.equal(logits(tmp_path / "best"), logits(tmp_path / "same"))
+    assert main(["eval", str(tmp_path / "run"), "--best", "--out", str(tmp_path / "eval")]) == 0
+    assert json.loads((tmp_path / "eval" / "eval.json").read_text())["model"] == str(best)
+    capsys.readouterr()
+    for given in ([str(tmp_path / "run"), "--best"], [str(best)]):
+        assert main(["generate", *given, "1 + 2", "-n", "3"]) == 0
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1]
     assert main(["export", str(best), str(tmp_path / "twice"), "--best"]) == 2
     assert "is one checkpoint" in capsys.readouterr().err
     train(toy.config(tmp_path / "plain", {"trainer.save_freq": 3}))

@@ -165,6 +165,9 @@ def test_the_folder_of_a_run_is_no_checkpoint_to_resume_from(tmp_path: Path, ref
     keys = {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": str(tmp_path / "earlier")}
     [message] = refused(keys)
     assert f"is the folder of a run; give one of its checkpoints, such as {tmp_path}/earlier/global_step_3." in message
+    (tmp_path / "earlier" / "global_step_3").rmdir()
+    [message] = refused(keys)
+    assert "has no manifest.json, so it is no complete checkpoint" in message
 
 
 def test_model_rows_and_reward_are_refused_at_once(tmp_path: Path, refused: Refused, model: Path) -> None:

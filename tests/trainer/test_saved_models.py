@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from dovetail.cli.main import main
 from dovetail.models.errors import ModelError
@@ -193,6 +193,11 @@ def test_what_cannot_be_evaluated_is_said_in_one_line(
         (["eval", exported], "data.val_files is empty"),
         (["eval", exported, "--data", "no.parquet", "--max-tokens", "8", "data.max_prompt_length=32"], "no.parquet"),
         (["generate", exported], "there is no prompt"),
+        (["generate", exported, "a", "data.seed=3 4"], "give it as --set 'data.seed=3 4'"),
+        (["generate", exported, "lr=1"], "'lr=1' stands where a prompt is read"),
+        (["generate", exported, "a", "--best"], "--best chooses a checkpoint of a run folder"),
+        (["eval", "org/name", "--best"], "org/name is a model"),
+        (["eval", str(saved / "run"), "--best"], "none was validated with trainer.save_best"),
         (["generate", exported, "--file", "no.txt"], "no.txt: there is no such file"),
         (["generate", exported, "--set", "data.max_response_lenght=3", "a"], "data.max_response_length"),
         (["export", empty, "--list"], "holds no checkpoint"),
@@ -230,12 +235,16 @@ def test_an_exported_adapter_on_its_model_is_the_merged_policy(toy: Toy, tmp_pat
     """peft reads the adapter, and so does `dovetail generate` the checkpoint of a LoRA run."""
     from peft import PeftModel
 
-    train(toy.config(tmp_path / "run", {**LORA, "trainer.save_freq": 3}))
+    stop = {"actor_rollout_ref.rollout.stop_token_ids": [9]}
+    train(toy.config(tmp_path / "run", {**LORA, **stop, "trainer.save_freq": 3}))
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "merged")]) == 0
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "adapter"), "--adapter"]) == 0
     assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["base_model_name_or_path"] == str(
         toy.model
     )
+    ends = [GenerationConfig.from_pretrained(tmp_path / name).eos_token_id for name in ("adapter", "merged")]
+    assert ends[0] == ends[1]
+    assert 9 in ends[0]
     half = [str(tmp_path / "run"), str(tmp_path / "half"), "--adapter", "--dtype", "bfloat16"]
     assert main(["export", *half]) == 0
     assert {tensor.dtype for tensor in load_file(tmp_path / "half" / "adapter_model.safetensors").values()} == {

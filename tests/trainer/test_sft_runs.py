@@ -84,17 +84,15 @@ def test_a_run_learns_what_the_assistant_says_and_its_export_is_the_trained_mode
     assert "Responses to held-out prompts" in (tmp_path / "report.html").read_text()
 
 
-def test_a_template_that_hides_the_tools_of_training_and_validation_is_named_once(
-    toy: Toy, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_template_that_hides_the_tools_of_training_and_validation_is_named_once(toy: Toy, tmp_path: Path) -> None:
     files = {name: str(tmp_path / f"{name}.jsonl") for name in ("train", "val")}
     for file in files.values():
         write_rows([{**talk, "tools": [{"type": "function", "function": {"name": "f"}}]} for talk in TALKS], file)
     with_tools = config(toy, tmp_path / "run", **{f"data.{name}_files": file for name, file in files.items()})
     assert example_lengths(with_tools) is not None
     with ExitStack() as open_things:
-        open_method(with_tools, RunOptions(use_ray=False), open_things)
-    assert caplog.text.count("the model's chat template shows no tools") == 1
+        notices = open_method(with_tools, RunOptions(use_ray=False), open_things).notices()
+    assert [str(notice).count("the model's chat template shows no tools") for notice in notices] == [1]
 
 
 def _assert_samples_are_greedy_answers_of(model: Path, run: Path, step: int) -> None:

@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 
+from dovetail.config.rollout import RolloutConfig
+from dovetail.models.errors import ModelError
+from dovetail.rollout.vllm.settings import VLLMSettings
 from dovetail.workers import hybrid_engine, rollout_worker
 from dovetail.workers.actor_rollout_ref import ActorRolloutRefWorker
 from dovetail.workers.rollout_worker import RolloutWorker
@@ -25,6 +28,12 @@ class OwnConfig(Qwen2Config):
 
 class OwnForCausalLM(Qwen2ForCausalLM):
     config_class = OwnConfig
+"""
+REGISTER = """
+from transformers import AutoConfig, AutoModelForCausalLM
+
+AutoConfig.register("dovetail_registered", OwnConfig)
+AutoModelForCausalLM.register(OwnConfig, OwnForCausalLM)
 """
 TRUST = {"actor_rollout_ref.model.trust_remote_code": True}
 # Another dtype than the trainer's: the engine reads the folder instead of sharing the trainer's weights.
@@ -56,6 +65,29 @@ def test_the_engine_of_a_trusted_model_agrees_with_the_trainer(folder: Path) -> 
 def test_a_model_that_is_not_trusted_is_refused_without_asking(folder: Path) -> None:
     with pytest.raises(ValueError, match="trust_remote_code"):
         ActorRolloutRefWorker(run_config(folder, APART), role="actor_rollout").init_model()
+
+
+def test_a_module_that_registers_the_model_is_imported_by_a_worker_that_only_generates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With `hybrid_engine=False` no trainer in that process imports it."""
+    folder = small_model(tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    architecture = {"model_type": "dovetail_registered", "architectures": ["OwnForCausalLM"]}
+    (folder / "config.json").write_text(json.dumps(config | architecture))
+    code = CODE.replace("dovetail_own", "dovetail_registered") + REGISTER
+    (tmp_path / "dovetail_test_registers.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModelError, match="dovetail_registered"):
+        RolloutWorker(run_config(folder)).init_model()
+    lib = {"actor_rollout_ref.model.external_lib": "dovetail_test_registers"}
+    RolloutWorker(run_config(folder, lib)).init_model()
+
+
+def test_an_engine_in_a_process_of_its_own_knows_the_module(tmp_path: Path) -> None:
+    settings = VLLMSettings.from_config(RolloutConfig(), tmp_path, external_lib="mine")
+    assert settings.model_args.get("external_lib") == "mine"
+    assert "external_lib" not in settings.vllm_arguments(cpu=True)
 
 
 @pytest.mark.parametrize("trusted", [True, False])

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from dovetail.agents.types import Schemas, ToolCall
 
 _NAME = re.compile(r'"name"\s*:\s*"([^"]*)"')
+_NULLS = ("null", "None")
 SPACE_BEFORE = r"(?:(?<!\s)\s+)?"
 """White space before a call, from its first character only: a model that writes nothing else must not cost the square
 of it."""
@@ -68,20 +69,31 @@ def arguments_of(written: str, name: str, text: str) -> ToolCall:
     return ToolCall(name, value, text=text)
 
 
-def types_of(name: str, tools: Schemas) -> dict[str, Any]:
-    """The types of a tool's arguments, by their names, as far as its schema says."""
+def types_of(name: str, tools: Schemas) -> dict[str, frozenset[str]]:
+    """The types that each argument of a tool may have, by its name, as far as the tool's schema says."""
     for tool in tools:
         function = tool.get("function", tool)
         if function.get("name") == name:
             properties = (function.get("parameters") or {}).get("properties") or {}
-            return {key: value.get("type") for key, value in properties.items() if isinstance(value, Mapping)}
+            return {key: _types_in(schema) for key, schema in properties.items()}
     return {}
 
 
-def value_of(text: str, kind: Any) -> Any:
-    """A value that was written as text. Without a type its look says what it is."""
-    if kind == "string":
-        return text
+def _types_in(schema: Any) -> frozenset[str]:
+    """`{"type": "string"}`, `{"type": ["string", "null"]}`, `{"anyOf": [...]}`, and OpenAPI's `nullable`."""
+    if not isinstance(schema, Mapping):
+        return frozenset()
+    named = schema.get("type") or ()
+    types = {named} if isinstance(named, str) else {one for one in named if isinstance(one, str)}
+    for option in [*(schema.get("anyOf") or ()), *(schema.get("oneOf") or ())]:
+        types |= _types_in(option)
+    return frozenset(types | {"null"} if schema.get("nullable") else types)
+
+
+def value_of(text: str, types: Collection[str] = ()) -> Any:
+    """A value that was written as text. Unless it can only be a string, its look says what it is."""
+    if "string" in types and {"string", "null"}.issuperset(types):
+        return None if "null" in types and text.strip() in _NULLS else text
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

@@ -41,7 +41,7 @@ class Gemma4Parser:
             return failed(f"the arguments end before {body[at:].strip():.40}", text, name)
         return ToolCall(name, arguments, text=text)
 
-    def _value(self, text: str, at: int, types: Any = None) -> tuple[Any, int]:
+    def _value(self, text: str, at: int, types: Any = ()) -> tuple[Any, int]:
         """The value that begins there, and where it ends. `types` are those of an object's keys, or the value's."""
         if text.startswith(self.quote, at):
             begin = at + len(self.quote)
@@ -66,7 +66,7 @@ class Gemma4Parser:
             key: Any = len(entries)
             if is_object:
                 key, at = self._key(text, at)
-            entries[key], at = self._value(text, at, types.get(key) if is_object else None)
+            entries[key], at = self._value(text, at, types.get(key, ()) if is_object else ())
             at = _space(text, at)
             if text.startswith(",", at):
                 at = _space(text, at + 1)

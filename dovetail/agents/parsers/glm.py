@@ -31,7 +31,7 @@ def _call(body: str, text: str, tools: Schemas) -> ToolCall:
     arguments: dict[str, Any] = {}
     while (argument := _ARGUMENT.match(body, end)) is not None:
         key = argument.group(1).strip()
-        arguments[key], end = value_of(argument.group(2), types.get(key)), argument.end()
+        arguments[key], end = value_of(argument.group(2), types.get(key, ())), argument.end()
     if rest := body[end:].strip():
         return failed(f"<arg_key>key</arg_key><arg_value>value</arg_value> does not go on at {rest:.40}", text, name[1])
     return ToolCall(name.group(1), arguments, text=text)

@@ -51,7 +51,7 @@ class InvokeParser:
             key, is_text, value, closed = parameter.groups()
             if not closed and parameter.end() == len(body):
                 return failed(f"the parameter {key} is not closed", text, name)
-            arguments[key] = value_of(value, "string" if is_text == "true" else types.get(key))
+            arguments[key] = value_of(value, ["string"] if is_text == "true" else types.get(key, ()))
         return ToolCall(name, arguments, text=text)
 
 

@@ -47,5 +47,5 @@ def _call(text: str, tools: Schemas) -> ToolCall:
         key = parameter.group(1).strip()
         if not parameter.group(3) and parameter.end() == len(body):
             return failed(f"<parameter={key}> is not closed", text, name)
-        arguments[key] = value_of(parameter.group(2).removeprefix("\n").removesuffix("\n"), types.get(key))
+        arguments[key] = value_of(parameter.group(2).removeprefix("\n").removesuffix("\n"), types.get(key, ()))
     return ToolCall(name, arguments, text=text)

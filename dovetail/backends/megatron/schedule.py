@@ -16,6 +16,7 @@ from dovetail.backends.megatron.layout import MegatronLayout
 from dovetail.backends.megatron.model import HeadCall
 from dovetail.backends.megatron.packing import ThdBatch
 from dovetail.backends.megatron.parts import MegatronModel
+from dovetail.observability.progress import note_progress
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ def run_pipeline(
         return loss, torch.zeros((), dtype=torch.int, device=output.device), kept
 
     def step(iterator: Any, chunk: torch.nn.Module) -> tuple[Tensor, Any]:
+        note_progress()
         index, item = next(iterator)
         batch = item.batch
         output = chunk(batch.input_ids, batch.position_ids, None, labels=item.head, packed_seq_params=batch.params)

@@ -19,6 +19,7 @@ from dovetail.config.rollout import RolloutConfig
 from dovetail.models.exact import use_exact_modules
 from dovetail.models.head import use_float32_head
 from dovetail.models.stop_ids import folder_stop_ids, model_stop_ids
+from dovetail.observability.progress import note_progress
 from dovetail.rollout.base import (
     ALL_TAGS,
     DROPPED_BY_SLEEP,
@@ -300,10 +301,11 @@ class NativeEngine(RolloutEngine):
 
     def _step(self) -> bool:
         self._check_usable()
-        if not self._batch.step(self._version):
-            return False
-        self._deliver_finished()
-        return True
+        ended = self._batch.step(self._version)
+        note_progress()
+        if ended:
+            self._deliver_finished()
+        return ended
 
     def _deliver_finished(self) -> None:
         # A copy: `enqueue` adds samples while a step runs.

@@ -18,6 +18,7 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
+from dovetail.observability.progress import note_progress
 from dovetail.rollout.base import STALL_S, EngineError
 from dovetail.rollout.remote.client import HttpClient, ServerError, ServerGoneError, ServerTimeoutError
 
@@ -257,6 +258,8 @@ class ServerPool:
         except ServerError as error:
             return not isinstance(error, ServerTimeoutError)
         before, self._counts[server] = self._counts.get(server), count
+        if count != before:
+            note_progress()
         return count != before
 
     async def _try_to_admit(self, server: str) -> None:

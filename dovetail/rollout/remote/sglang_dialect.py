@@ -112,6 +112,9 @@ class SGLangDialect(Dialect):
             if end is not None:
                 # SGLang does not look for stop tokens in a request that ignores end-of-sequence tokens.
                 tokens, reason = tokens[:end], "stop"
+            elif reason == "stop" and tokens:
+                # SGLang also stops at the end-of-sequence ids of config.json, beside those of generation_config.json.
+                reason = "abort"  # of the call; the response goes on in another one
             return Part(
                 tokens,
                 [float(entry[0]) for entry in entries[: len(tokens)]],

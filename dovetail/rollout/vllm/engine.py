@@ -17,6 +17,7 @@ import torch
 
 from dovetail.config.rollout import RolloutConfig
 from dovetail.models.stop_ids import folder_stop_ids
+from dovetail.observability.progress import note_progress
 from dovetail.rollout.base import (
     ALL_TAGS,
     DROPPED_BY_SLEEP,
@@ -306,6 +307,7 @@ class VLLMEngine(RolloutEngine):
             if sample is None:
                 continue  # aborted while the step ran
             sample.absorb(output, self._version)
+            note_progress()
             if output.finish_reason is not None:
                 self._finish(sample, str(output.finish_reason))
                 self._has_ended = True

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dovetail.controller.process_state import DRIVEN_BY
+from dovetail.observability.progress import note_progress
 from dovetail.observability.waits import Wait, waiting
 from dovetail.rollout.base import (
     ALL_TAGS,
@@ -356,6 +357,8 @@ class RayVLLMEngine(RolloutEngine):
         try:
             progress = self._take(_TAKE_S if end is None else max(0.0, min(_TAKE_S, end - time.monotonic())))
             idle = not progress.results and not progress.paused and progress.num_tokens == self._num_tokens
+            if progress.num_tokens != self._num_tokens:
+                note_progress()
             self._num_tokens, self._silent_s = progress.num_tokens, wait.waited() if idle else 0.0
             if idle and wait.is_over():
                 raise EngineDiedError(f"the vLLM engine hangs: {wait}, and no token was written.")
