@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.config.errors import Notice, Problem
-from dovetail.config.translate.short import usual_name
+from dovetail.config.translate.peers import usual_name
 from dovetail.config.values import is_quoted, parse_value, split_outside, unquote
 
 _SET = re.compile(r"(\+\+|\+)?([A-Za-z_][\w\-@]*(?:\.[\w\-/@]+)*)\s*=(.*)", re.DOTALL)
