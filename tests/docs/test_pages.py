@@ -25,6 +25,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted({*(ROOT / "docs").rglob("*.md")} - {ROOT / "docs" / "configuration.md"})]
 SECTIONS = sections(DovetailConfig)
 SHORT = {name: f"actor_rollout_ref.{name}" for name in ("model", "actor", "rollout", "ref")}
+SHORT["rollout_correction"] = "algorithm.rollout_correction"
 # A column of the data and a file.
 NO_KEYS = {"reward_model.ground_truth", "trainer.json"}
 # Keys that only verl has, on the page for its users.
