@@ -86,7 +86,8 @@ def as_loop(loop: Callable[..., Any]) -> AgentLoop:
     """A function as it is; a class, or a partial of one, is built for each trajectory.
 
     `run(sampling_params, **columns)` is that of a loop written for verl.
-    `run(task, base_url, api_key)` gets the address of the trajectory's endpoint instead of the session.
+    `run(task, base_url, api_key)` gets the address of the trajectory's endpoint instead of the session, and so does a
+    class's `run(data, **kwargs)`, which is that of an agent written for AReaL.
     """
     target = loop.func if isinstance(loop, functools.partial) else loop
     if not inspect.isclass(target):
@@ -97,10 +98,15 @@ def as_loop(loop: Callable[..., Any]) -> AgentLoop:
         return loop
     if not hasattr(target, "run"):
         raise ValueError(f"{target.__name__} has no `async run(self, task, session)`; write one.")
-    if "sampling_params" in inspect.signature(target.run).parameters:  # verl's AgentLoopBase
+    names = inspect.signature(target.run).parameters
+    if "sampling_params" in names:  # verl's AgentLoopBase
         from dovetail.agents.verl.run_loop import verl_loop
 
         return verl_loop(loop)
+    if "data" in names:
+        from dovetail.agents.endpoint import data_agent
+
+        return data_agent(loop)
     return lambda task, session: loop().run(task, session)
 
 

@@ -93,15 +93,15 @@ class _Parser(argparse.ArgumentParser):
         hint = ""
         if message.startswith("unrecognized arguments: --") and "key=value" in self.format_usage():
             name, _, value = message.removeprefix("unrecognized arguments: --").partition(" ")[0].partition("=")
-            name = name.replace("-", "_")
-            hint = "; settings have no dashes" + (_usual_name(name) or f": {name}={value or 'VALUE'}")
+            usual = _usual_name(name) or _usual_name(name := name.replace("-", "_"))
+            hint = "; settings have no dashes" + (usual or f": {name}={value or 'VALUE'}")
             if name.startswith("config_"):
                 hint = "; name the YAML file by its path: FOLDER/NAME.yaml"
         self.exit(2, f"{self.prog}: {message}{hint}\n`{self.prog} --help` lists the options.\n")
 
 
 def _usual_name(name: str) -> str | None:
-    from dovetail.config.translate.short import usual_name
+    from dovetail.config.translate.peers import usual_name
 
     return usual_name(name)
 

@@ -11,7 +11,8 @@ from typing import Any
 
 from dovetail.config.errors import Notice, Problem
 from dovetail.config.root import DovetailConfig
-from dovetail.config.translate.short import SHORT_NAMES, USUAL_NAMES, usual_name
+from dovetail.config.translate.peers import USUAL_NAMES, usual_name
+from dovetail.config.translate.short import SHORT_NAMES
 from dovetail.config.values import is_quoted, parse_value, split_outside, unquote
 
 _SET = re.compile(r"(\+\+|\+)?([A-Za-z_][\w\-@]*(?:\.[\w\-/@]+)*)\s*=(.*)", re.DOTALL)

@@ -12,7 +12,8 @@ from dovetail.config.errors import Problem
 from dovetail.config.keys import Key, catalogue, find_key, nearest_key, sections
 from dovetail.config.names import unknown_names
 from dovetail.config.root import DovetailConfig
-from dovetail.config.translate.short import SHORT_NAMES, usual_name
+from dovetail.config.translate.peers import usual_name
+from dovetail.config.translate.short import SHORT_NAMES
 from dovetail.config.tree import Tree, nested, prefixes
 from dovetail.config.wording import nearest
 

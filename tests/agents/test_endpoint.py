@@ -393,7 +393,9 @@ def test_another_key_opens_no_session() -> None:
     asyncio.run(run())
 
 
-def _run(loop: Any, engine: ScriptedEngine, *, seconds: float = 600.0, text: str = "", **limits: Any) -> Trajectory:
+def run_agent(
+    loop: Any, engine: ScriptedEngine, *, seconds: float = 600.0, text: str = "", **limits: Any
+) -> Trajectory:
     async def run() -> Trajectory:
         row = {"reward_model": {"ground_truth": "42"}, "index": np.int64(1), "text": text}
         task = Task(HELLO, row, uid="u")
@@ -446,7 +448,7 @@ def test_log_probs_of_rows_over_the_endpoint_are_the_models_own() -> None:
 
 
 def test_a_function_of_an_address_is_a_loop() -> None:
-    trajectory = _run(black_box(_ask), ScriptedEngine("a", "b", "c"))
+    trajectory = run_agent(black_box(_ask), ScriptedEngine("a", "b", "c"))
     assert (trajectory.outcome, trajectory.reward) == ("finished", 0.5)
     assert len(trajectory.segments) == 1
 
@@ -455,16 +457,16 @@ def test_the_black_box_of_the_examples_walks_its_graph() -> None:
     example = Path(__file__).parents[2] / "examples" / "agents" / "black_box.py"
     call = '<tool_call>\n{"name": "calculate", "arguments": {"expression": "6*7"}}\n</tool_call>'
     engine = ScriptedEngine(call, "It is 42.")
-    trajectory = _run(as_loop(find_object(f"{example}:run", key="agent_name")), engine)
+    trajectory = run_agent(as_loop(find_object(f"{example}:run", key="agent_name")), engine)
     assert (trajectory.outcome, trajectory.reward) == ("finished", 1.0)
     assert len(trajectory.segments) == 1
     assert trajectory.messages[2]["content"] == "42"
 
 
 def test_limits_of_the_trajectory_end_the_agent_by_their_names() -> None:
-    turns = _run(black_box(_ask), ScriptedEngine("a", "b", "c"), max_turns=2)
+    turns = run_agent(black_box(_ask), ScriptedEngine("a", "b", "c"), max_turns=2)
     assert (turns.outcome, turns.reward) == ("max_turns", None)
-    length = _run(black_box(_ask), ScriptedEngine("a", "b", "c"), response_length=8)
+    length = run_agent(black_box(_ask), ScriptedEngine("a", "b", "c"), response_length=8)
     assert length.outcome == "length"
 
 
@@ -472,7 +474,7 @@ def test_an_agent_that_raises_is_an_error_of_the_agent() -> None:
     async def broken(task: Task, base_url: str, api_key: str) -> None:
         raise KeyError("mine")
 
-    trajectory = _run(black_box(broken), ScriptedEngine())
+    trajectory = run_agent(black_box(broken), ScriptedEngine())
     assert (trajectory.outcome, trajectory.reward) == ("tool_error", None)
     assert "mine" in trajectory.error
 
@@ -498,7 +500,7 @@ def test_what_is_posted_at_the_end_holds(posted: Any, outcome: str, reward: floa
                 assert response.status == 200
             await asyncio.Event().wait()  # goes on for ever: the end is the end
 
-    trajectory = _run(black_box(agent), ScriptedEngine())
+    trajectory = run_agent(black_box(agent), ScriptedEngine())
     assert (trajectory.outcome, trajectory.reward) == (outcome, reward)
 
 
@@ -506,7 +508,7 @@ def test_a_session_that_nobody_uses_ends_as_infrastructure() -> None:
     async def absent(task: Task, base_url: str, api_key: str) -> None:
         await asyncio.Event().wait()
 
-    trajectory = _run(black_box(absent, idle_timeout_s=0.01), ScriptedEngine())
+    trajectory = run_agent(black_box(absent, idle_timeout_s=0.01), ScriptedEngine())
     assert (trajectory.outcome, trajectory.reward) == ("infra", None)
     assert "asked for nothing in 0.01 s" in trajectory.error
 
@@ -569,27 +571,27 @@ def test_a_program_is_a_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     program = tmp_path / "agent.py"
     program.write_text(_PROGRAM)
     loop = command_agent(f"{sys.executable} -S -E {program}")
-    good = _run(loop, ScriptedEngine("four"))
+    good = run_agent(loop, ScriptedEngine("four"))
     assert (good.outcome, good.reward) == ("finished", 5.0)
     assert len(good.segments) == 1
-    bad = _run(loop, ScriptedEngine("crash"))
+    bad = run_agent(loop, ScriptedEngine("crash"))
     assert (bad.outcome, bad.reward) == ("tool_error", None)
     assert "ended with code 3: the answer was crash" in bad.error
     # A child that it leaves behind, with its output open, does not keep the trajectory from ending.
     program.write_text("import subprocess\nsubprocess.Popen(['sleep', '600'])\n")
-    left = _run(command_agent(f"{sys.executable} -S -E {program}", idle_timeout_s=20.0), ScriptedEngine())
+    left = run_agent(command_agent(f"{sys.executable} -S -E {program}", idle_timeout_s=20.0), ScriptedEngine())
     assert left.outcome == "tool_error"
     assert "has not asked the model for a turn" in left.error
     program.write_text(_PROGRAM)
     long = "x" * 140_000  # more than a variable of the environment takes
-    failed = _run(command_agent(f"{sys.executable} -S -E {program}"), ScriptedEngine("four"), text=long)
+    failed = run_agent(command_agent(f"{sys.executable} -S -E {program}"), ScriptedEngine("four"), text=long)
     assert failed.outcome == "tool_error"
     assert "KeyError" in failed.error
     assert "is on standard input only, too long for DOVETAIL_TASK" in failed.error
     program.write_text(_PROGRAM.replace('json.loads(os.environ["DOVETAIL_TASK"])', "json.load(sys.stdin)"))
     for text in (long, ""):
-        read = _run(command_agent(f"{sys.executable} -S -E {program}"), ScriptedEngine("four"), text=text)
+        read = run_agent(command_agent(f"{sys.executable} -S -E {program}"), ScriptedEngine("four"), text=text)
         assert read.reward == 5.0
-    absent = _run(command_agent("/nowhere/agent"), ScriptedEngine())
+    absent = run_agent(command_agent("/nowhere/agent"), ScriptedEngine())
     assert absent.outcome == "infra"
     assert "does not start" in absent.error

@@ -280,16 +280,18 @@ def test_a_setting_with_dashes_is_refused_with_the_way_to_write_it(capsys: pytes
         ["audit", "r", "--x"],
         ["train", "--config-name=mine"],
         ["train", "--rollout.batch_size", "128"],
+        ["train", "--n-samples-per-prompt", "8"],
     ):
         with pytest.raises(SystemExit) as stopped:
             main(arguments)
         assert stopped.value.code == 2
-    check, _, evaluate, _, audit, _, train, _, named, _ = capsys.readouterr().err.splitlines()
+    check, _, evaluate, _, audit, _, train, _, named, _, slime, _ = capsys.readouterr().err.splitlines()
     assert check.endswith("--train-batch-size; settings have no dashes: train_batch_size=VALUE")
     assert evaluate.endswith("settings have no dashes: reward=my.py:f")
     assert audit.endswith("unrecognized arguments: --x"), "it takes no settings"
     assert train.endswith("name the YAML file by its path: FOLDER/NAME.yaml")
     assert "settings have no dashes; that is data.train_batch_size (prompts per step" in named
+    assert "that is actor_rollout_ref.rollout.n here (docs/guide/from-slime.md" in slime
 
 
 def test_a_launch_list_that_is_given_as_a_file_is_refused_with_its_option(

@@ -10,7 +10,8 @@ import pytest
 
 from dovetail.config import ConfigError, DovetailConfig, load_config
 from dovetail.config.keys import find_key
-from dovetail.config.translate.short import OPENRLHF_NAMES, SHORT_NAMES, USUAL_NAMES
+from dovetail.config.translate.peers import AREAL_NAMES, OPENRLHF_NAMES, SLIME_NAMES, USUAL_NAMES
+from dovetail.config.translate.short import SHORT_NAMES
 
 pytestmark = pytest.mark.unit
 
@@ -85,14 +86,19 @@ def test_a_wrong_value_names_the_key_it_is_for() -> None:
 
 
 def test_usual_names_are_refused_with_the_name_that_they_have_here() -> None:
-    for name, here in (USUAL_NAMES | OPENRLHF_NAMES).items():
-        with pytest.raises(ConfigError, match=f"{name} is not a known key; that is {re.escape(here)} here"):
+    tables = (USUAL_NAMES, OPENRLHF_NAMES, AREAL_NAMES, {f"--{name}": here for name, here in SLIME_NAMES.items()})
+    for name, here in (item for table in tables for item in table.items()):
+        with pytest.raises(
+            ConfigError, match=f"{re.escape(name)}.* is not a known key; that is {re.escape(here)} here"
+        ):
             load_config(overrides=[f"{name}=1"])
         key = here.partition(" ")[0]
         assert key in SHORT_NAMES or find_key(DovetailConfig, key), key
-    assert not USUAL_NAMES.keys() & OPENRLHF_NAMES.keys()
+    assert sum(map(len, tables)) == len(set().union(*tables))
     with pytest.raises(ConfigError, match=r"--rollout\.batch_size is not a known key; that is data\.train_batch_size"):
         load_config(overrides=["--rollout.batch_size", "128"])  # as in a launch list of OpenRLHF
+    with pytest.raises(ConfigError, match=r"--rollout-batch-size is not a .*from-slime\.md"):
+        load_config(overrides=["--rollout-batch-size", "32"])
     with pytest.raises(ConfigError, match="that is steps here"):
         load_config(values={"trainer": {"max_steps": 3}})
 

@@ -38,7 +38,7 @@ def test_every_block_of_the_page_does_what_it_says(page: Path, models: Path, tmp
     for name in {name for block in blocks for name in _MODEL.findall(block.text)}:
         shutil.copytree(models / "policy", tmp_path / name)
         config = json.loads((tmp_path / name / "config.json").read_text())
-        config["max_position_embeddings"] = 8192  # the pages speak of answers of thousands of tokens
+        config["max_position_embeddings"] = 16384  # the pages speak of answers of thousands of tokens
         (tmp_path / name / "config.json").write_text(json.dumps(config))
     for block in blocks:
         run_block(block, tmp_path)

@@ -25,11 +25,12 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted({*(ROOT / "docs").rglob("*.md")} - {ROOT / "docs" / "configuration.md"})]
 SECTIONS = sections(DovetailConfig)
 SHORT = {name: f"actor_rollout_ref.{name}" for name in ("model", "actor", "rollout", "ref")}
-# A column of the data, files, and old spellings that are translated.
-NO_KEYS = {"reward_model.ground_truth", "trainer.json", "actor.tis_imp_ratio_cap", "algorithm.rollout_is"}
-NO_KEYS |= {"critic.model.fsdp_config"}
+SHORT["rollout_correction"] = "algorithm.rollout_correction"
+# A column of the data and a file.
+NO_KEYS = {"reward_model.ground_truth", "trainer.json"}
 # Keys that only verl has, on the page for its users.
-NO_KEYS |= {"trainer.use_v1", "trainer.v1.trainer_mode", "data.output_path", "rollout.agent.agent_loop_manager_class"}
+NO_KEYS |= {"trainer.use_v1", "trainer.v1.trainer_mode", "data.output_path"}
+_FIRST_CELL = re.compile(r"^\|[^|]*\|", re.MULTILINE)
 _DOTTED = re.compile(r"(?<![\w./-])([a-z_]+(?:\.[a-z_0-9]+)+)(?=$|[=\s,)\]*.])")
 
 
@@ -46,7 +47,9 @@ def _is_key(name: str) -> bool:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_every_key_in_the_text_of_the_page_is_one(page: Path) -> None:
-    assert wrong_keys(page.read_text()) == []
+    text = page.read_text()
+    # Tables for users of another library begin with its names.
+    assert wrong_keys(_FIRST_CELL.sub("|", text) if page.stem.startswith("from-") else text) == []
 
 
 def test_a_wrong_key_is_found() -> None:

@@ -9,15 +9,19 @@ import os
 import shlex
 import signal
 import tempfile
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, TypeAlias
 
+from dovetail.agents.endpoint.openai import completion_id
 from dovetail.agents.endpoint.server import Endpoint, OpenSession
 from dovetail.agents.loops import AgentLoop
 from dovetail.agents.session import Session, TrajectoryEnd
 from dovetail.agents.types import InfrastructureError, Task
+from dovetail.config.signatures import named_arguments
 
-BlackBox = Callable[[Task, str, str], Awaitable[float | None]]
+Reward: TypeAlias = float | Mapping[str, float] | None
+"""Of the trajectory, or of turns by the ids of their completions."""
+BlackBox = Callable[[Task, str, str], Awaitable[Reward]]
 _SHOWN_OUTPUT = 2000
 _LONGEST_VARIABLE = 128 * 1024  # bytes of one variable with its name and its end: Linux takes no more
 
@@ -29,6 +33,18 @@ def black_box(run: BlackBox, *, idle_timeout_s: float = 600.0) -> AgentLoop:
         return await _drive(session, lambda opened: run(task, opened.base_url, opened.api_key), idle_timeout_s)
 
     return loop
+
+
+def data_agent(build: Callable[[], Any]) -> AgentLoop:
+    """A loop from a class with `async run(data, base_url, api_key, http_client)`, as AReaL has them. `data` is the row
+    with its messages; one agent is built for each trajectory."""
+
+    async def run(task: Task, base_url: str, api_key: str) -> Reward:
+        agent, data = build(), {**task.row, "messages": task.messages}
+        given = {"data": data, "base_url": base_url, "api_key": api_key, "http_client": None}
+        return await agent.run(**named_arguments(agent.run, given))
+
+    return black_box(run)
 
 
 def command_agent(command: str, *, idle_timeout_s: float = 600.0) -> AgentLoop:
@@ -46,7 +62,7 @@ def command_agent(command: str, *, idle_timeout_s: float = 600.0) -> AgentLoop:
 
 
 async def _drive(
-    session: Session, run: Callable[[OpenSession], Awaitable[float | None]], idle_timeout_s: float
+    session: Session, run: Callable[[OpenSession], Awaitable[Reward]], idle_timeout_s: float
 ) -> float | None:
     async with Endpoint.of_loop().open(session, idle_timeout_s=idle_timeout_s) as opened:
         work = asyncio.ensure_future(run(opened))
@@ -54,7 +70,7 @@ async def _drive(
             # Limits: the deadline of the trajectory, which cancels this, and the endpoint's of an idle session.
             await asyncio.wait({work, opened.ended}, return_when=asyncio.FIRST_COMPLETED)
             if not opened.ended.done():
-                return work.result()
+                return _added_to_turns(work.result(), opened)
             finish = opened.ended.result()
         finally:
             work.cancel()
@@ -67,6 +83,19 @@ async def _drive(
     if finish.outcome != "finished":
         raise TrajectoryEnd(finish.outcome, finish.reward)
     return finish.reward
+
+
+def _added_to_turns(reward: Reward, opened: OpenSession) -> float | None:
+    """What is left for the trajectory as a whole."""
+    if not isinstance(reward, Mapping):
+        return reward
+    turns = {completion_id(opened.name, turn): turn for turn in opened.session.turns}
+    if unknown := sorted(reward.keys() - turns):
+        known = ", ".join(turns) or "none, as no turn was asked for"
+        raise ValueError(f"the agent returned a reward for {unknown[0]}, the id of no completion; there are: {known}.")
+    for name, value in reward.items():
+        opened.session.add_reward(value, turns[name])
+    return 0.0 if reward else None
 
 
 def _plain(value: Any) -> Any:

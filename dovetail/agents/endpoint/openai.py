@@ -110,6 +110,10 @@ def _plain(message: Mapping[str, Any]) -> Message:
     return {**message, "role": role, "content": content or ""}
 
 
+def completion_id(session: str, turn: Turn) -> str:
+    return f"chatcmpl-{session}-{turn.node}"
+
+
 def completion(turn: Turn, request: ChatRequest, session: str) -> dict[str, Any]:
     """The turn as a completion. Its id names the turn, so a retry gets the same."""
     content, calls = turn.message["content"], list(turn.message.get("tool_calls") or ())
@@ -120,7 +124,7 @@ def completion(turn: Turn, request: ChatRequest, session: str) -> dict[str, Any]
     if calls:
         message["tool_calls"] = [_sent(call) for call in calls]
     return {
-        "id": f"chatcmpl-{session}-{turn.node}",
+        "id": completion_id(session, turn),
         "object": "chat.completion",
         "created": int(time.time()),
         "model": request.model,
