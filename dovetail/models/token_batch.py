@@ -67,11 +67,21 @@ class TokenBatch:
     """Of the padded result."""
     part: RowPart | None = None
     """None: this rank has the whole row."""
+    routed_experts: Tensor | None = None
+    """`[n, layers, k]`: those that the tokens are sent to. None: the routers choose."""
+    places: Tensor | None = None
+    """`[B, T]`: where each token of the padded batch stands among the `n`, -1 for padding."""
 
     def at_targets(self, column: Tensor) -> Tensor:
         """What a padded column has in the places that this rank's states are about: `[B, T, ...]` to `[R, ...]`."""
         own = slice(None) if self.part is None else self.part.own
         return column[tuple(target[own] for target in self.targets)]
+
+    def at_places(self, values: Tensor) -> Tensor:
+        """`[n, ...]`, one for each token of this rank, to the padded batch: `[B, T, ...]`, any value on padding."""
+        assert self.part is None, "this rank has the whole row"
+        assert self.places is not None, "made with the batch"
+        return values[self.places.clamp(min=0)]
 
     def spread(self, values: Tensor) -> Tensor:
         """`[R, ...]`, one for each state that is read, to the padded result of all ranks; 0 elsewhere."""
@@ -100,6 +110,7 @@ def padded_tokens(
         labels=labels,
         targets=reads.targets,
         shape=reads.shape,
+        places=torch.arange(input_ids.numel()).view_as(input_ids).masked_fill(attention_mask == 0, -1),
     )
 
 
@@ -116,6 +127,7 @@ def packed_tokens(batch: PackedBatch, reads: Reads, labels: Tensor, *, whole_row
         labels=labels,
         targets=reads.targets,
         shape=reads.shape,
+        places=batch.places,
     )
     if group is None:
         return everyone
