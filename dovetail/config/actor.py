@@ -100,8 +100,8 @@ class RouterReplayConfig(Section):
 
     mode: Literal["disabled", "R2", "R3"] = key(
         "disabled",
-        "Send every token to the experts that were recorded for it, not to those that the router chooses now. R2: those "
-        "of the pass for old log-probs, in the update. R3: those of the engine, in that pass and in the update.",
+        "Send every token to the experts that were recorded for it, not to those its router chooses now. R2: those of "
+        "the pass for old log-probs, in the update. R3: those of the engine, in that pass and in the update.",
         rules=(
             unused("trainer.method={trainer.method} samples no responses", when_is("generates", False)),
             unsupported("megatron routes by itself; use fsdp2", when=_MEGATRON),
@@ -114,8 +114,8 @@ class RouterReplayConfig(Section):
             ),
             Rule(
                 "unused",
-                "each batch is one optimizer step on its own log-probs, so there is no earlier pass to replay",
-                when_is("has_log_prob_pass", False),
+                "the update makes the old log-probs itself, so there is no earlier pass to replay",
+                when_is("needs_old_log_probs", False),
                 ("R2",),
             ),
             unsupported("no engine here returns its routing yet; use R2", "R3"),

@@ -274,10 +274,9 @@ class DovetailConfig(Section):
         known = actor.policy_loss.loss_mode in POLICY_LOSSES and algorithm.adv_estimator in ADV_ESTIMATORS
         first_stays = not (actor.shuffle or algorithm.use_pf_ppo or self.trainer.critic_warmup)
         one_stage = actor.strategy != "megatron" or actor.megatron.pipeline_model_parallel_size == 1
-        records = actor.router_replay.mode == "R2"  # of every row, as the pass sent it to its experts
-        skips = (
-            not records and known and first_stays and one_stage and actor.ppo_epochs == 1 and self.staleness_bound == 0
-        )
+        # R2 records the experts of all rows in the pass.
+        known = known and actor.router_replay.mode != "R2"
+        skips = known and first_stays and one_stage and actor.ppo_epochs == 1 and self.staleness_bound == 0
         return skips and self.has_log_prob_pass and not self._reads_old_log_probs
 
     @property

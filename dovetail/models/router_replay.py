@@ -53,7 +53,7 @@ class RouterReplay:
         self._routers = [_Router(module) for module in _routers_of(hf_model)]
 
     def begin(self, routed_experts: Tensor | None, *, record: bool) -> None:
-        """Of the next forward: `[n, layers, k]`, the experts to replay, and whether to `record` those that are taken."""
+        """Of the next forward: the experts to replay, `[n, layers, k]`, and whether to `record` those it takes."""
         for number, router in enumerate(self._routers):
             router.replayed = None if routed_experts is None else routed_experts[:, number]
             router.records = record

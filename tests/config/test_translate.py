@@ -243,7 +243,10 @@ def test_a_key_that_roles_share_and_this_role_does_not_use_says_so() -> None:
 @pytest.mark.parametrize(
     ("harmless", "refused"),
     [
-        ("actor_rollout_ref.actor.router_replay.mode=disabled", "actor_rollout_ref.actor.router_replay.mode=R3"),
+        (
+            "actor_rollout_ref.actor.router_replay.replay_file=null",
+            "actor_rollout_ref.actor.router_replay.replay_file=x",
+        ),
         ("actor_rollout_ref.model.mtp.enable=False", "actor_rollout_ref.model.mtp.enable=True"),
         ("actor_rollout_ref.model.lora.type=lora", "actor_rollout_ref.model.lora.type=dora"),
         (

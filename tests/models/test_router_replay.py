@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 
 from dovetail.models.activations import enable_gradient_checkpointing
 from dovetail.models.errors import ModelError
 from dovetail.models.policy import PolicyModel
 from dovetail.models.router_replay import RouterReplay, refuse_unknown_routers
-from dovetail.protocol.routed_experts import by_row, expert_dtype, not_recorded
+from dovetail.protocol.routed_experts import at_places, by_row, expert_dtype, not_recorded
 from tests.models.tiny import ragged_batch, run_model, tiny_model
 
 pytestmark = pytest.mark.unit
@@ -99,11 +100,11 @@ def test_recorded_experts_are_used_when_the_routers_would_choose_others(family: 
     with experts_used(model) as used:
         out = run_model(model, **ROWS, routed_experts=experts)
     assert torch.equal(torch.stack(used, dim=1), flat)
-    assert 0 < float(out.routing_changed.sum()), "the metric says that routers would choose others"
+    assert float(out.routing_changed.sum()) > 0, "the metric says that routers would choose others"
     with experts_used(model) as used:
         plain = run_model(model, **ROWS)
     same = torch.stack(used, dim=1).sort().values == flat.sort().values
-    assert 0.1 < float((~same).float().mean())
+    assert float((~same).float().mean()) > 0.1
     assert plain.routing_changed is None
     assert (plain.log_probs - out.log_probs).abs().max() > 1e-3
 
@@ -171,20 +172,31 @@ def test_compiled_layers_replay_what_each_call_brings() -> None:
     experts = recorded(policy())
     others = [row[:, :, ::-1].copy() for row in recorded(shake_routers(policy()))]
     plain, compiled = policy(), policy()
+    programs = CompileCounter()
     for layer in compiled.hf_model.model.layers:
-        layer.compile(dynamic=True, backend="eager")
+        layer.compile(dynamic=True, backend=programs)
+    run_model(compiled, **ROWS)
+    before = programs.frame_count  # layers may be compiled ahead, where nothing is replayed
     for routed in (experts, others, None, experts):
-        with experts_used(compiled) as used:
-            out = run_model(compiled, **ROWS, routed_experts=routed)
-        if routed is not None:
-            assert torch.equal(torch.stack(used, dim=1), torch.from_numpy(np.concatenate(list(routed))).long())
-        expected = run_model(plain, **ROWS, routed_experts=routed).log_probs
-        torch.testing.assert_close(out.log_probs, expected, atol=1e-6, rtol=0)
+        out = run_model(compiled, **ROWS, routed_experts=routed, record_experts=True)
+        expected = run_model(plain, **ROWS, routed_experts=routed, record_experts=True)
+        assert torch.equal(out.routed_experts, expected.routed_experts)
+        torch.testing.assert_close(out.log_probs, expected.log_probs, atol=1e-6, rtol=0)
+    assert programs.frame_count == before > 0
+
+
+def test_rows_that_share_a_token_send_it_to_the_experts_of_the_first() -> None:
+    first, second = np.full((3, 1, 2), 1, np.uint8), np.full((2, 1, 2), 2, np.uint8)
+    places = torch.tensor([[-1, 0, 1, 2], [0, 1, 3, -1]])  # the second row has no record of its last token
+    row = at_places([first, second], places, 4)
+    assert row[:, 0, 0].tolist() == [1, 1, 1, not_recorded(torch.uint8)]
+    alone = at_places([first[:1], second], places, 4)
+    assert alone[:, 0, 0].tolist() == [1, 2, 255, 255]
 
 
 @pytest.mark.parametrize("family", ["qwen3", "falcon_h1"])
 def test_a_model_without_known_routers_is_refused(family: str) -> None:
-    with pytest.raises(ModelError, match="no experts.*router_replay.mode=disabled"):
+    with pytest.raises(ModelError, match=r"no experts.*router_replay.mode=disabled"):
         refuse_unknown_routers(tiny_model(family))
 
 
