@@ -118,7 +118,11 @@ class RouterReplayConfig(Section):
                 when_is("needs_old_log_probs", False),
                 ("R2",),
             ),
-            unsupported("no engine here returns its routing yet; use R2", "R3"),
+            unsupported(
+                f"it replays what the engine returns; leave {_ROLLOUT}.enable_rollout_routing_replay out",
+                "R3",
+                when=when_is(f"{_ROLLOUT}.enable_rollout_routing_replay", False),
+            ),
         ),
     )
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -50,7 +51,10 @@ class RouterReplay:
 
     def __init__(self, hf_model: Any) -> None:
         refuse_unknown_routers(hf_model)
-        self._routers = [_Router(module) for module in _routers_of(hf_model)]
+        modules: list[Any] = _routers_of(hf_model)
+        self._dtype = expert_dtype(max(module.num_experts for module in modules))
+        self._num_chosen = sum(module.top_k for module in modules)
+        self._routers = [_Router(module, self._dtype) for module in modules]
 
     def begin(self, routed_experts: Tensor | None, *, record: bool) -> None:
         """Of the next forward: the experts to replay, `[n, layers, k]`, and whether to `record` those it takes."""
@@ -62,6 +66,14 @@ class RouterReplay:
     def recorded(self) -> Tensor:
         """`[n, layers, k]`: the experts that the tokens of the last forward were sent to."""
         return torch.stack([_present(router.recorded) for router in self._routers], dim=1)
+
+    def as_array(self, entries: Tensor) -> np.ndarray:
+        """`[tokens, layers, k]`, on the host, of entries that hold as many bytes for each token."""
+        return entries.view(self._dtype).unflatten(1, (len(self._routers), -1)).cpu().numpy().copy()
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self._num_chosen * self._dtype.itemsize
 
     def changed(self) -> Tensor:
         """`[n]` float32: for each token of the last forward the share of replayed experts that the routers would not
@@ -86,12 +98,12 @@ def refuse_unknown_routers(hf_model: Any) -> None:
 class _Router:
     """The hook of one router: what it replays, and what it has seen since `begin`."""
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: Any, dtype: torch.dtype) -> None:
         self.replayed: Tensor | None = None
         self.records = False
         self.recorded: Tensor | None = None
         self.changed: Tensor | None = None
-        self._dtype = expert_dtype(module.num_experts)
+        self._dtype = dtype
         module.register_forward_hook(self)
 
     # Outside compiled graphs: they would hold what is replayed as a constant, or be compiled for each state of this.

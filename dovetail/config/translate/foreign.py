@@ -112,7 +112,7 @@ _UNUSED: tuple[tuple[str, str], ...] = (
     ("the first step is step 1 of the schedule", "*.optim.zero_indexed_step"),
     ("`actor_rollout_ref.rollout.n` is the one place", "*.rollout_n"),
     ("it is computed without gradients, in chunks", "actor_rollout_ref.actor.sum_pi_squared_checkpointing"),
-    (_ROUTING, "*.router_replay.* ROLLOUT.enable_rollout_routing_replay"),
+    (_ROUTING, "*.router_replay.*"),
     ("`actor_rollout_ref.model.use_fused_kernels` decides", "actor_rollout_ref.ref.use_fused_kernels"),
     ("the reference is the policy's starting point", "actor_rollout_ref.ref.model.*"),
     ("there is no such backend; choose fsdp2 or megatron", "*.veomni* *.torchtitan.* *.turbo_config.*"),
