@@ -267,5 +267,12 @@ def test_what_would_change_the_algorithm_is_refused_and_not_noticed(harmless: st
     assert "not supported" in problem(refused)
 
 
+def test_router_replay_of_verls_megatron_section_is_the_policys_and_other_roles_have_none() -> None:
+    actor, ref = "actor_rollout_ref.actor", "actor_rollout_ref.ref"
+    loaded = load(f"{actor}.megatron.router_replay.mode=R2", f"{ref}.router_replay.mode=R2")
+    assert loaded.config.actor_rollout_ref.actor.router_replay.mode == "R2"
+    assert any("the policy alone replays" in str(notice) for notice in loaded.notices)
+
+
 def catalogue_keys() -> set[str]:
     return set(catalogue(DovetailConfig))
