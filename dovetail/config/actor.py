@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from dovetail.config.base import Rule, Section, key, read_with, section, unsupported, unused, when_is, when_not
+from dovetail.config.base import Rule, Section, key, read_with, section, unsupported, unused, when_is
 from dovetail.config.fsdp import FSDPConfig
 from dovetail.config.megatron import MegatronConfig
 from dovetail.config.names import POLICY_LOSSES, listed
@@ -105,7 +105,6 @@ class RouterReplayConfig(Section):
         rules=(
             unused("trainer.method={trainer.method} samples no responses", when_is("generates", False)),
             unsupported("megatron routes by itself; use fsdp2", when=_MEGATRON),
-            unsupported("sequence parallelism is no part of it", when=when_not("ulysses_sequence_parallel_size", 1)),
             unsupported("with rollout.exact engine and trainer choose alike", when=when_is(f"{_ROLLOUT}.exact", True)),
             unsupported(
                 "the pass for old log-probs, which R2 replays, is left out by rollout_correction.bypass_mode; use R3",

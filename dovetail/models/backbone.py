@@ -39,7 +39,6 @@ from dovetail.models.packing import pack_batch
 from dovetail.models.router_replay import RouterReplay
 from dovetail.models.token_batch import Reads, TokenBatch, packed_tokens, padded_tokens
 from dovetail.parallel.ulysses import get_ulysses_group, slice_inputs
-from dovetail.protocol.routed_experts import at_places
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +118,7 @@ class TransformerBackbone(nn.Module):
             if group is not None:
                 raise ValueError("Ulysses splits packed rows; set use_remove_padding=True to use sequence parallelism.")
             tokens = padded_tokens(input_ids, attention_mask, position_ids, reads, labels)
-            return _with_experts(tokens, routed_experts)
+            return self._with_experts(tokens, routed_experts)
         if self._attention_name() != PACKED_ATTENTION:
             raise ValueError(
                 f"{type(self.hf_model).__name__} runs attention {self._attention_name()!r}, which would mix packed "
@@ -129,7 +128,12 @@ class TransformerBackbone(nn.Module):
         batch = pack_batch(input_ids, attention_mask, position_ids, sp_group=group, share_prefixes=share)
         # Images are placed by counting their tokens in the whole row, so only what enters the decoder is cut.
         tokens = packed_tokens(batch, reads, labels, whole_row=self._decoder() is not self.hf_model.base_model)
-        return _with_experts(tokens, routed_experts)
+        return self._with_experts(tokens, routed_experts)
+
+    def _with_experts(self, batch: TokenBatch, routed_experts: Sequence[np.ndarray] | None) -> TokenBatch:
+        if self.router_replay is None:
+            return replace(batch, places=None)
+        return batch if routed_experts is None else batch.with_experts(routed_experts)
 
     def hidden_states(
         self, batch: TokenBatch, multi_modal_inputs: Mapping[str, Tensor] | None, *, record_experts: bool = False
@@ -189,13 +193,6 @@ class TransformerBackbone(nn.Module):
 
     def _attention_name(self) -> str:
         return self.hf_model.config.get_text_config()._attn_implementation
-
-
-def _with_experts(batch: TokenBatch, routed_experts: Sequence[np.ndarray] | None) -> TokenBatch:
-    if routed_experts is None:
-        return batch
-    assert batch.places is not None, "a batch of this rank's whole row knows the places of its tokens"
-    return replace(batch, routed_experts=at_places(routed_experts, batch.places, batch.input_ids.numel()))
 
 
 _WINDOW_IN_MASK_ONLY = ("phimoe", "qwen2_moe")

@@ -172,7 +172,7 @@ class PolicyModel(TransformerBackbone):
             spread(head.overlap),
             spread(states) if need_hidden else None,
             spread(divergence),
-            batch.at_places(routing.recorded()) if routing is not None and record_experts else None,
+            batch.in_padded(routing.recorded()) if routing is not None and record_experts else None,
             spread(changed),
         )
 

@@ -207,9 +207,9 @@ class DataParallelPPOActor:
 
         def column(name: str) -> Tensor:
             parts = [getattr(output, name) for output in outputs]
-            if name != "routed_experts":
-                parts = [at_responses(part, width) for part in parts]
-            return restore(parts, plan).cpu()
+            if name == "routed_experts":  # larger than all else: joined where there is room
+                return restore([part.cpu() for part in parts], plan)
+            return restore([at_responses(part, width) for part in parts], plan).cpu()
 
         return [column(name) for name in names]
 

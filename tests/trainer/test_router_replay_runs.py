@@ -54,7 +54,6 @@ def test_a_run_with_r3_replays_the_engines_experts(mixture: Toy, tmp_path: Path,
     ("mode", "key", "value", "why"),
     [
         ("R2", f"{A}.strategy", "megatron", "use fsdp2"),
-        ("R2", f"{A}.ulysses_sequence_parallel_size", 2, "sequence parallelism"),
         ("R2", f"{R}.exact", True, "choose alike"),
         ("R2", "algorithm.rollout_correction.bypass_mode", True, "use R3"),
         ("R3", RETURNS, False, f"leave {RETURNS} out"),
