@@ -35,10 +35,14 @@ def _sigmoid_weights(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
 
 _WEIGHTS: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
     "MixtralTopKRouter": _softmax_weights,
+    "FlexOlmoTopKRouter": _softmax_weights,
     "OlmoeTopKRouter": _softmax_weights,
     "Qwen2MoeTopKRouter": _softmax_weights,
     "Qwen3MoeTopKRouter": _softmax_weights,
+    "Qwen3NextTopKRouter": _softmax_weights,
     "DeepseekV3TopkRouter": _sigmoid_weights,
+    "Dots1TopkRouter": _sigmoid_weights,
+    "Glm4MoeTopkRouter": _sigmoid_weights,
 }
 """By class of transformers: the weights `[n, k]` of these experts, from the router's logits `[n, num_experts]`."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,8 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
+from transformers import AutoModelForCausalLM
 
 from dovetail.models.activations import enable_gradient_checkpointing
 from dovetail.models.errors import ModelError
@@ -192,6 +195,27 @@ def test_rows_that_share_a_token_send_it_to_the_experts_of_the_first() -> None:
     assert row[:, 0, 0].tolist() == [1, 1, 1, not_recorded(torch.uint8)]
     alone = at_places([first[:1], second], places, 4)
     assert alone[:, 0, 0].tolist() == [1, 2, 255, 255]
+
+
+SAME_CODE = {
+    "Dots1Config": "deepseek_v3", "Glm4MoeConfig": "deepseek_v3", "FlexOlmoConfig": "olmoe", "Qwen3NextConfig": "olmoe",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("config", SAME_CODE)
+def test_routers_of_other_families_are_the_code_of_one_that_is_tested(config: str) -> None:
+    fields = {"num_hidden_layers": 2, "first_k_dense_replace": 1}
+    with torch.device("meta"):
+        other = AutoModelForCausalLM.from_config(getattr(transformers, config)(**fields))
+    refuse_unknown_routers(other)
+    mine = tiny_model(SAME_CODE[config])
+
+    def code(model: Any) -> set[str]:
+        routers = [part for part in model.modules() if type(part).__name__.lower().endswith("topkrouter")]
+        return {inspect.getsource(type(router).forward) for router in routers}
+
+    assert code(other) == code(mine)
+    assert len(code(mine)) == 1
 
 
 @pytest.mark.parametrize("family", ["qwen3", "falcon_h1"])
