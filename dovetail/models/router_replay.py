@@ -41,7 +41,6 @@ _WEIGHTS: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
     "Qwen3MoeTopKRouter": _softmax_weights,
     "Qwen3NextTopKRouter": _softmax_weights,
     "DeepseekV3TopkRouter": _sigmoid_weights,
-    "Dots1TopkRouter": _sigmoid_weights,
     "Glm4MoeTopkRouter": _sigmoid_weights,
 }
 """By class of transformers: the weights `[n, k]` of these experts, from the router's logits `[n, num_experts]`."""

@@ -198,7 +198,7 @@ def test_rows_that_share_a_token_send_it_to_the_experts_of_the_first() -> None:
 
 
 SAME_CODE = {
-    "Dots1Config": "deepseek_v3", "Glm4MoeConfig": "deepseek_v3", "FlexOlmoConfig": "olmoe", "Qwen3NextConfig": "olmoe",
+    "Glm4MoeConfig": "deepseek_v3", "FlexOlmoConfig": "olmoe", "Qwen3NextConfig": "olmoe",
 }  # fmt: skip
 
 
