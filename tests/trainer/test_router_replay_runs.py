@@ -9,6 +9,7 @@ import pytest
 
 from dovetail.config import load_config
 from dovetail.config.effects import is_unused, unsupported_in_runs
+from tests.docs.commands import page_command
 from tests.models.tiny import save_tiny_model
 from tests.trainer.toy_run import Toy, save_toy_data, train
 
@@ -25,7 +26,8 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Toy:
 
 @pytest.mark.e2e
 def test_a_run_with_r2_replays_in_every_mini_batch(mixture: Toy, tmp_path: Path) -> None:
-    changes = {MODE: "R2", f"{A}.use_kl_loss": True, f"{A}.optim.lr": 1e-2}
+    asked = page_command("rollout.md", "router_replay.mode=R2").keys
+    changes = {**asked, f"{A}.use_kl_loss": True, f"{A}.optim.lr": 1e-2}
     changes["actor_rollout_ref.model.enable_gradient_checkpointing"] = True
     _, steps = train(mixture.config(tmp_path / "run", changes))
     assert len(steps) == 3
