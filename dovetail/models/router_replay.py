@@ -107,9 +107,10 @@ class _Router:
         self.recorded: Tensor | None = None
         self.changed: Tensor | None = None
         self._dtype = dtype
+        self._weights = _WEIGHTS[type(module).__name__]
         module.register_forward_hook(self)
 
-    # Outside compiled graphs: they would hold what is replayed as a constant, or be compiled for each state of this.
+    # Outside compiled graphs, which are then the same whatever is recorded or replayed, and may be compiled ahead.
     @torch.compiler.disable
     def __call__(self, module: Any, args: tuple, output: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
         logits, weights, chosen = output
@@ -119,7 +120,7 @@ class _Router:
             with torch.no_grad():
                 stays = (experts[:, :, None] == chosen[:, None, :]).any(dim=-1)
                 self.changed = 1 - stays.float().mean(dim=-1)
-            weights = _WEIGHTS[type(module).__name__](module, logits, experts).to(weights.dtype)
+            weights = self._weights(module, logits, experts).to(weights.dtype)
         if self.records:
             self.recorded = experts.to(self._dtype)
         return logits, weights, experts

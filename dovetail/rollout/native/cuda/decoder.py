@@ -29,11 +29,11 @@ _KNOWN = frozenset(f"{family}ForCausalLM" for family in ("Llama", "Mistral", "Mi
 def build_decoder(
     model: PreTrainedModel, ops: Ops, *, fuse: bool = True, routing: RouterReplay | None = None
 ) -> Decoder:
-    decoder = _build_plain(model, ops, fuse=fuse)
+    decoder = _without_record(model, ops, fuse=fuse)
     return decoder if routing is None else RecordingDecoder(decoder, routing)
 
 
-def _build_plain(model: PreTrainedModel, ops: Ops, *, fuse: bool) -> PlainDecoder | FusedDecoder:
+def _without_record(model: PreTrainedModel, ops: Ops, *, fuse: bool) -> PlainDecoder | FusedDecoder:
     known = type(model).__name__ in _KNOWN and type(model).__module__.startswith("transformers.")
     if fuse and known and getattr(model.config, "hidden_act", "silu") == "silu":
         return FusedDecoder(model, ops)
