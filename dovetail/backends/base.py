@@ -48,6 +48,10 @@ class TokenOutput:
     """``[rows, seq_len, width]``: the hidden state from which the token at ``t`` is predicted."""
     divergence: Tensor | None = None
     """``[rows, seq_len]``: from the teacher's distribution, over the whole vocabulary."""
+    routed_experts: Tensor | None = None
+    """``[rows, seq_len, layers, k]``: the experts that the token at ``t`` was sent to; any number on padding."""
+    routing_changed: Tensor | None = None
+    """``[rows, seq_len]``: where experts are replayed, the share of them that routers would not choose now."""
     values: Tensor | None = None
     scores: Tensor | None = None
 
@@ -84,6 +88,8 @@ class ForwardOptions:
     """Log-probs of the last so many columns only (the responses); the others are 0 and cost no head. None: all."""
     only_column: str | None = None
     """Log-probs only where this column of the micro-batch is set; the others are 0 and cost no head."""
+    record_experts: bool = False
+    """Also the experts that each token is sent to."""
     adapters: bool = True
     """False: as if the model had no LoRA adapter, which makes an actor its own reference. Only without gradients."""
 

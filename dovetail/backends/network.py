@@ -22,6 +22,7 @@ from dovetail.models.transfer import to_device
 from dovetail.models.value import RewardModel, ValueModel
 from dovetail.models.vocabulary_divergence import Teacher
 from dovetail.protocol import DataProto
+from dovetail.protocol.routed_experts import ROUTED_EXPERTS
 from dovetail.protocol.sampling_mask import NOT_KEPT, SAMPLING_MASK, padded_sets
 
 NetworkCall = Callable[[nn.Module, DataProto, DataProto, ForwardOptions], TokenOutput]
@@ -51,6 +52,7 @@ def _call_policy(
         need_hidden=options.hidden,
         teacher=teacher_of(on_device, options),
         kept_ids=to_device(kept_ids(micro_batch), on_device.tensors["input_ids"].device),
+        record_experts=options.record_experts,
     )
     top_ids, top_log_probs = (None, None) if out.top is None else out.top
     return TokenOutput(
@@ -64,6 +66,8 @@ def _call_policy(
         overlap=out.overlap,
         hidden=out.hidden,
         divergence=out.divergence,
+        routed_experts=out.routed_experts,
+        routing_changed=out.routing_changed,
     )
 
 
@@ -131,6 +135,7 @@ def _inputs(
         tensors.get("position_ids"),
         token_mask=token_mask,
         multi_modal_inputs=media,
+        routed_experts=micro_batch.non_tensor_batch.get(ROUTED_EXPERTS),
     )
     if media is not None:
         types = media.pop(TOKEN_TYPES, None)  # of the padded shape, and `prepare` has used them

@@ -23,6 +23,7 @@ KLLossEstimator = Literal[KLEstimator, "k3_unbiased"]
 
 _MEGATRON = when_is("strategy", "megatron")
 ULYSSES = unused("strategy=megatron cuts sequences by its section's context_parallel_size", _MEGATRON)
+_ROLLOUT = "actor_rollout_ref.rollout"
 _FUSED = "actor_rollout_ref.model.use_fused_kernels"
 _ENTROPY = "entropy_from_logits_with_chunking entropy_checkpointing"
 _NO_ENTROPY = "the update computes no entropy without {section}.entropy_coeff or calculate_entropy"
@@ -92,6 +93,37 @@ class RoleConfig(Section):
     def compute_dtype(self) -> str:
         """Dtype of weights and activations in forward and backward."""
         return self.megatron.dtype if self.strategy == "megatron" else self.fsdp_config.mixed_precision.param_dtype
+
+
+class RouterReplayConfig(Section):
+    """Experts of a mixture, recorded and replayed."""
+
+    mode: Literal["disabled", "R2", "R3"] = key(
+        "disabled",
+        "Send every token to the experts that were recorded for it, not to those its router chooses now. R2: those of "
+        "the pass for old log-probs, in the update. R3: those of the engine, in that pass and in the update.",
+        rules=(
+            unused("trainer.method={trainer.method} samples no responses", when_is("generates", False)),
+            unsupported("megatron routes by itself; use fsdp2", when=_MEGATRON),
+            unsupported("with rollout.exact engine and trainer choose alike", when=when_is(f"{_ROLLOUT}.exact", True)),
+            unsupported(
+                "the pass for old log-probs, which R2 replays, is left out by rollout_correction.bypass_mode; use R3",
+                "R2",
+                when=when_is("algorithm.rollout_correction.bypass_mode", True),
+            ),
+            Rule(
+                "unused",
+                "the update makes the old log-probs itself, so there is no earlier pass to replay",
+                when_is("needs_old_log_probs", False),
+                ("R2",),
+            ),
+            unsupported(
+                f"it replays what the engine returns; leave {_ROLLOUT}.enable_rollout_routing_replay out",
+                "R3",
+                when=when_is(f"{_ROLLOUT}.enable_rollout_routing_replay", False),
+            ),
+        ),
+    )
 
 
 class ActorConfig(RoleConfig):
@@ -168,6 +200,7 @@ class ActorConfig(RoleConfig):
         ),
     )
     freeze_vision_tower: bool = key(False, "Do not train the vision tower.")
+    router_replay: RouterReplayConfig = section(RouterReplayConfig)
     optim: OptimConfig = section(OptimConfig)
     checkpoint: CheckpointConfig = section(CheckpointConfig)
 

@@ -13,6 +13,8 @@ from dovetail.config.async_training import AsyncTrainingConfig
 from dovetail.config.keys import catalogue
 from dovetail.config.tree import Tree, get, merge, put, remove
 
+_RETURNS_EXPERTS = "actor_rollout_ref.rollout.enable_rollout_routing_replay"
+
 
 def filled(root: type[BaseModel], values: dict[str, Any]) -> Tree:
     """A copy of `values` in which every key of `root` that can be inferred and is not set has its value."""
@@ -21,6 +23,9 @@ def filled(root: type[BaseModel], values: dict[str, Any]) -> Tree:
     _inherit(root, tree)
     with suppress(ValueError):
         _choose_old_policy(tree)
+    if get(tree, "actor_rollout_ref.actor.router_replay.mode") == "R3" and get(tree, _RETURNS_EXPERTS) is None:
+        with suppress(ValueError):
+            put(tree, _RETURNS_EXPERTS, True)
     if get(tree, "trainer.method") == "distill" and get(tree, "algorithm.adv_estimator") is None:
         with suppress(ValueError):
             put(tree, "algorithm.adv_estimator", "grpo")  # which needs no critic

@@ -249,6 +249,15 @@ class RolloutConfig(SamplingConfig):
             unsupported("exact log-probs are over the whole vocabulary", when=when_is(f"{_ROLLOUT}.exact", True)),
         ),
     )
+    enable_rollout_routing_replay: bool = key(
+        False,
+        "Return the experts that each token was sent to, for actor.router_replay.mode=R3, which sets this.",
+        rules=(
+            unused("only actor.router_replay.mode=R3 reads them", when_not(f"{_ACTOR}.router_replay.mode", "R3")),
+            unsupported("other engines' experts are not read; use name=native, or mode=R2", when=_not_native),
+            unsupported("turns of conversations keep no experts", when=when_is(f"{_ROLLOUT}.uses_agents", True)),
+        ),
+    )
     scheduling_policy: Literal["fcfs", "priority"] = key("fcfs", "Order in which requests are served.")
     disable_log_stats: bool = key(True, "Silence the engine's own statistics.")
     skip_tokenizer_init: bool = key(True, "Start the engine without a tokenizer: ids in, ids out.")

@@ -253,6 +253,11 @@ class DovetailConfig(Section):
         return self.needs_old_log_probs and not self.algorithm.rollout_correction.bypass_mode
 
     @property
+    def replays_routing(self) -> bool:
+        """Whether experts of a mixture are recorded and replayed."""
+        return self.generates and self.actor_rollout_ref.actor.router_replay.mode != "disabled"
+
+    @property
     def skips_first_mini_batch(self) -> bool:
         """Whether the log-prob pass leaves out the first mini-batch: its update has the weights of that pass, so that
         its own log-probs are the old ones.
@@ -265,6 +270,8 @@ class DovetailConfig(Section):
         known = actor.policy_loss.loss_mode in POLICY_LOSSES and algorithm.adv_estimator in ADV_ESTIMATORS
         first_stays = not (actor.shuffle or algorithm.use_pf_ppo or self.trainer.critic_warmup)
         one_stage = actor.strategy != "megatron" or actor.megatron.pipeline_model_parallel_size == 1
+        # R2 records the experts of all rows in the pass.
+        known = known and actor.router_replay.mode != "R2"
         skips = known and first_stays and one_stage and actor.ppo_epochs == 1 and self.staleness_bound == 0
         return skips and self.has_log_prob_pass and not self._reads_old_log_probs
 

@@ -14,8 +14,10 @@ import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -34,6 +36,7 @@ from dovetail.models.multimodal import (
     vision_tower_runs,
 )
 from dovetail.models.packing import pack_batch
+from dovetail.models.router_replay import RouterReplay
 from dovetail.models.token_batch import Reads, TokenBatch, packed_tokens, padded_tokens
 from dovetail.parallel.ulysses import get_ulysses_group, slice_inputs
 
@@ -45,9 +48,18 @@ HF_PREFIX = "hf_model."
 class TransformerBackbone(nn.Module):
     """Owns a transformers model and runs it up to its last hidden states."""
 
-    def __init__(self, hf_model: Any, *, use_remove_padding: bool = True, share_prefixes: bool = False) -> None:
-        """`share_prefixes`: what packed sequences of a batch begin with alike is computed once."""
+    def __init__(
+        self,
+        hf_model: Any,
+        *,
+        use_remove_padding: bool = True,
+        share_prefixes: bool = False,
+        router_replay: RouterReplay | None = None,
+    ) -> None:
+        """`share_prefixes`: what packed sequences of a batch begin with alike is computed once. `router_replay`: of
+        this model, where its experts may be recorded and replayed."""
         super().__init__()
+        self.router_replay = router_replay
         self.hf_model = hf_model
         self.use_remove_padding = use_remove_padding
         self.share_prefixes = share_prefixes
@@ -75,11 +87,13 @@ class TransformerBackbone(nn.Module):
         *,
         token_mask: Tensor | None = None,
         multi_modal_inputs: Mapping[str, Tensor] | None = None,
+        routed_experts: Sequence[np.ndarray] | None = None,
     ) -> TokenBatch:
         """What `forward` takes, on the host, as the columns have to be: all are padded `[B, T]`.
 
         `position_ids` may be `[B, C, T]`; where images give tokens several positions, the model is asked for them
         unless they are there. `token_mask` marks the tokens that a policy's log-probs are wanted of (default: all).
+        `routed_experts`: one array a row (`protocol.routed_experts`), to be replayed.
         """
         if input_ids.device.type != "cpu":
             raise ValueError(
@@ -103,7 +117,8 @@ class TransformerBackbone(nn.Module):
         if not self.use_remove_padding:
             if group is not None:
                 raise ValueError("Ulysses splits packed rows; set use_remove_padding=True to use sequence parallelism.")
-            return padded_tokens(input_ids, attention_mask, position_ids, reads, labels)
+            tokens = padded_tokens(input_ids, attention_mask, position_ids, reads, labels)
+            return self._with_experts(tokens, routed_experts)
         if self._attention_name() != PACKED_ATTENTION:
             raise ValueError(
                 f"{type(self.hf_model).__name__} runs attention {self._attention_name()!r}, which would mix packed "
@@ -112,10 +127,20 @@ class TransformerBackbone(nn.Module):
         share = self.share_prefixes and group is None and not media  # images belong to one sequence each
         batch = pack_batch(input_ids, attention_mask, position_ids, sp_group=group, share_prefixes=share)
         # Images are placed by counting their tokens in the whole row, so only what enters the decoder is cut.
-        return packed_tokens(batch, reads, labels, whole_row=self._decoder() is not self.hf_model.base_model)
+        tokens = packed_tokens(batch, reads, labels, whole_row=self._decoder() is not self.hf_model.base_model)
+        return self._with_experts(tokens, routed_experts)
 
-    def hidden_states(self, batch: TokenBatch, multi_modal_inputs: Mapping[str, Tensor] | None) -> Tensor:
+    def _with_experts(self, batch: TokenBatch, routed_experts: Sequence[np.ndarray] | None) -> TokenBatch:
+        if self.router_replay is None:
+            return replace(batch, places=None)
+        return batch if routed_experts is None else batch.with_experts(routed_experts)
+
+    def hidden_states(
+        self, batch: TokenBatch, multi_modal_inputs: Mapping[str, Tensor] | None, *, record_experts: bool = False
+    ) -> Tensor:
         """`[n, H]`: the last ones of all this rank's tokens."""
+        if self.router_replay is not None:
+            self.router_replay.begin(batch.routed_experts, record=record_experts)
         packed = {} if batch.segments is None else {"segments": batch.segments}
         with ExitStack() as around:
             for context in self._around(batch, multi_modal_inputs):

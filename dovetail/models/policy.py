@@ -35,6 +35,7 @@ from dovetail.models.head import (
     plain_log_prob_entropy,
 )
 from dovetail.models.logits import logit_transform
+from dovetail.models.router_replay import RouterReplay
 from dovetail.models.token_batch import Reads, TokenBatch
 from dovetail.models.vocabulary_divergence import OutputLayer, Teacher, divergence_from
 
@@ -60,6 +61,11 @@ class PolicyOutput(NamedTuple):
     """`[B, T, H]`: the last hidden state before token t, which the output layer reads; `None` when not asked for."""
     divergence: Tensor | None = None
     """`[B, T]` float32: from the teacher's distribution of token t; `None` without a teacher."""
+    routed_experts: Tensor | None = None
+    """`[B, T, layers, k]`: the experts that token t was sent to; `None` when not asked for."""
+    routing_changed: Tensor | None = None
+    """`[B, T]` float32: share of the replayed experts that the routers would not choose, where token t is predicted;
+    `None` without replay."""
 
 
 class PolicyModel(TransformerBackbone):
@@ -71,6 +77,7 @@ class PolicyModel(TransformerBackbone):
         *,
         use_remove_padding: bool = True,
         share_prefixes: bool = False,
+        router_replay: RouterReplay | None = None,
         use_fused_kernels: bool = False,
         head_chunk_size: int | None = None,
         use_triton: bool | None = None,
@@ -81,7 +88,12 @@ class PolicyModel(TransformerBackbone):
 
         The last two save memory on the entropy of the plain head (`EntropyMemory`); the fused one holds no logits.
         """
-        super().__init__(hf_model, use_remove_padding=use_remove_padding, share_prefixes=share_prefixes)
+        super().__init__(
+            hf_model,
+            use_remove_padding=use_remove_padding,
+            share_prefixes=share_prefixes,
+            router_replay=router_replay,
+        )
         refuse_layers_before_the_head(hf_model)
         self.use_fused_kernels = use_fused_kernels
         self.head_chunk_size = head_chunk_size
@@ -108,6 +120,7 @@ class PolicyModel(TransformerBackbone):
         need_hidden: bool = False,
         teacher: Teacher | None = None,
         kept_ids: Tensor | None = None,
+        record_experts: bool = False,
         multi_modal_inputs: Mapping[str, Tensor] | None = None,
     ) -> PolicyOutput:
         """`batch`: what `prepare` made, on the device.
@@ -116,7 +129,10 @@ class PolicyModel(TransformerBackbone):
         With `kept_ids`, `[B, T, k]` and -1 after the last, token t has been drawn from these alone: its log-prob and
         all else about its distribution are of what the model says about them.
         """
-        states = self.hidden_states(batch, multi_modal_inputs)[batch.states]
+        states = self.hidden_states(batch, multi_modal_inputs, record_experts=record_experts)[batch.states]
+        routing, changed = self.router_replay, None
+        if routing is not None and batch.routed_experts is not None:
+            changed = routing.changed()[batch.states]
         if kept_ids is None:
             head = self._head(states, batch.labels, temperature, need_entropy, need_best, need_sum_squares)
         else:
@@ -156,6 +172,8 @@ class PolicyModel(TransformerBackbone):
             spread(head.overlap),
             spread(states) if need_hidden else None,
             spread(divergence),
+            batch.in_padded(routing.recorded()) if routing is not None and record_experts else None,
+            spread(changed),
         )
 
     def _reads(self, attention_mask: Tensor, token_mask: Tensor | None) -> Reads:

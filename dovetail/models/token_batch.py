@@ -6,9 +6,11 @@ model: `TransformerBackbone.prepare` says what is read.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -16,6 +18,7 @@ from torch import Tensor
 from dovetail.models.attention import no_mask
 from dovetail.models.packing import PackedBatch, PackedSegments
 from dovetail.parallel.ulysses import gather_outputs, slice_inputs
+from dovetail.protocol.routed_experts import at_places
 
 
 class Reads(NamedTuple):
@@ -67,11 +70,32 @@ class TokenBatch:
     """Of the padded result."""
     part: RowPart | None = None
     """None: this rank has the whole row."""
+    routed_experts: Tensor | None = None
+    """`[n, layers, k]`: those that the tokens are sent to. None: the routers choose."""
+    places: Tensor | None = None
+    """`[B, T]`: where each token of the padded batch stands in the row of all ranks, -1 for padding. None where experts
+    are neither recorded nor replayed."""
 
     def at_targets(self, column: Tensor) -> Tensor:
         """What a padded column has in the places that this rank's states are about: `[B, T, ...]` to `[R, ...]`."""
         own = slice(None) if self.part is None else self.part.own
         return column[tuple(target[own] for target in self.targets)]
+
+    def with_experts(self, routed_experts: Sequence[np.ndarray]) -> TokenBatch:
+        """With those of each row of the padded batch (`protocol.routed_experts`) to be replayed."""
+        assert self.places is not None, "they are left out where nothing is replayed"
+        if self.part is None:
+            return replace(self, routed_experts=at_places(routed_experts, self.places, self.input_ids.numel()))
+        num_tokens = self.part.num_states * dist.get_world_size(self.part.group)
+        row = at_places(routed_experts, self.places, num_tokens)
+        return replace(self, routed_experts=slice_inputs(row, 0, self.part.group))
+
+    def in_padded(self, experts: Tensor) -> Tensor:
+        """`[n, ...]`, those of this rank's tokens, to the padded batch of all ranks: `[B, T, ...]`, any on padding."""
+        assert self.places is not None, "they are left out where nothing is recorded"
+        if self.part is not None:  # NCCL sends no int16
+            experts = gather_outputs(experts.int(), 0, self.part.group).to(experts.dtype)
+        return experts[self.places.clamp(min=0)]
 
     def spread(self, values: Tensor) -> Tensor:
         """`[R, ...]`, one for each state that is read, to the padded result of all ranks; 0 elsewhere."""
@@ -100,6 +124,7 @@ def padded_tokens(
         labels=labels,
         targets=reads.targets,
         shape=reads.shape,
+        places=torch.arange(input_ids.numel()).view_as(input_ids).masked_fill(attention_mask == 0, -1),
     )
 
 
@@ -116,6 +141,7 @@ def packed_tokens(batch: PackedBatch, reads: Reads, labels: Tensor, *, whole_row
         labels=labels,
         targets=reads.targets,
         shape=reads.shape,
+        places=batch.places,
     )
     if group is None:
         return everyone

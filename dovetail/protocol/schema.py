@@ -17,6 +17,7 @@ import torch
 from dovetail.protocol.columns import missing_keys_message
 from dovetail.protocol.compare import Column, describe_column
 from dovetail.protocol.dataproto import DataProto
+from dovetail.protocol.routed_experts import ROUTED_EXPERTS
 from dovetail.protocol.sampling_mask import SAMPLING_MASK
 
 INT = ("int64", "int32")
@@ -105,6 +106,14 @@ _SPECS = (
         OBJECT,
         "generate_sequences",
         "int32[2, kept]: places in the response, and the ids that filtering left there (rollout.keep_sampling_mask)",
+    ),
+    _column(
+        ROUTED_EXPERTS,
+        ("rows",),
+        OBJECT,
+        "generate_sequences",
+        "uint8 or int16[tokens, layers, k]: experts of each token of prompt and response (actor.router_replay); with "
+        "R2 compute_log_prob writes it",
     ),
     # Rewards.
     _column("rm_scores", RESPONSE, FLOAT, "compute_rm_score", "reward model's score, on the last response token"),
@@ -236,7 +245,7 @@ _STAGES = (
         _TOKENS,
         ("prompts", "responses", "response_mask", *_TOKENS),
         may_read=("raw_prompt_ids", "raw_prompt", "multi_modal_data", "multi_modal_inputs", "uid"),
-        may_write=("rollout_log_probs", "weight_version", SAMPLING_MASK),
+        may_write=("rollout_log_probs", "weight_version", SAMPLING_MASK, ROUTED_EXPERTS),
     ),
     Stage(
         "reward_baseline", (*_TOKENS, "data_source", "reward_model"), ("reward_baselines",), may_read=("extra_info",)
@@ -253,8 +262,8 @@ _STAGES = (
         "compute_log_prob",
         (*_MODEL, "response_mask"),
         ("old_log_probs", "entropys"),
-        may_read=("multi_modal_inputs", SAMPLING_MASK),
-        may_write=("sum_pi_squared",),
+        may_read=("multi_modal_inputs", SAMPLING_MASK, ROUTED_EXPERTS),
+        may_write=("sum_pi_squared", ROUTED_EXPERTS),
     ),
     Stage(
         "compute_ref_log_prob",
@@ -307,6 +316,7 @@ _STAGES = (
             "multi_modal_inputs",
             "loss_weight",
             SAMPLING_MASK,
+            ROUTED_EXPERTS,
             *_TEACHER,
         ),
         may_write=("old_log_probs",),

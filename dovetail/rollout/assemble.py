@@ -16,6 +16,7 @@ import torch
 
 from dovetail.protocol import DataProto
 from dovetail.protocol.columns import PAD_TOKEN_ID
+from dovetail.protocol.routed_experts import ROUTED_EXPERTS
 from dovetail.protocol.sampling_mask import SAMPLING_MASK, join_masks, make_mask
 from dovetail.rollout.base import FinishReason, GenerationResult
 
@@ -36,6 +37,8 @@ class Response:
     weight_versions: tuple[int, ...] = ()
     finish_reason: FinishReason | None = field(default=None)
     sampling_mask: np.ndarray | None = field(default=None, compare=False)
+    routed_experts: np.ndarray | None = field(default=None, compare=False)
+    """Of a response of one turn."""
 
     def __post_init__(self) -> None:
         lengths = {len(self.token_ids), len(self.sampled), len(self.log_probs), len(self.weight_versions)}
@@ -50,6 +53,7 @@ class Response:
             self.weight_versions + tuple(result.weight_versions),
             result.finish_reason,
             join_masks(self.sampling_mask, len(self.token_ids), result.sampling_mask),
+            result.routed_experts,
         )
 
     def with_tokens(self, token_ids: Sequence[int]) -> Response:
@@ -77,7 +81,8 @@ def assemble(
     Widths default to the longest row. Numbers are as narrow as is exact: ids and positions int32, masks int8.
 
     Columns: prompts, responses, input_ids, attention_mask, position_ids, response_mask, rollout_log_probs,
-    weight_version, and the numpy columns finish_reason and, where responses have masks, sampling_mask.
+    weight_version, and the numpy columns finish_reason and, where responses have them, sampling_mask and
+    routed_experts.
     """
     if len(prompts) != len(responses):
         raise ValueError(f"{len(prompts)} prompts for {len(responses)} responses; give one prompt per response.")
@@ -101,7 +106,7 @@ def assemble(
             "rollout_log_probs": _padded([r.log_probs for r in rows], response_width, 0.0, np.float32),
             "weight_version": _padded([r.weight_versions for r in rows], response_width, NO_VERSION, np.int32),
         },
-        non_tensors={"finish_reason": [r.finish_reason for r in rows], **_masks(rows)},
+        non_tensors={"finish_reason": [r.finish_reason for r in rows], **_masks(rows), **_experts(rows)},
         meta_info={PAD_TOKEN_ID: pad_token_id},
     )
 
@@ -111,6 +116,13 @@ def _masks(rows: Sequence[Response]) -> dict[str, list[np.ndarray]]:
     if all(mask is None for mask in masks):
         return {}
     return {SAMPLING_MASK: [make_mask([]) if mask is None else mask for mask in masks]}
+
+
+def _experts(rows: Sequence[Response]) -> dict[str, list[np.ndarray]]:
+    known = next((row.routed_experts for row in rows if row.routed_experts is not None), None)
+    if known is None:
+        return {}
+    return {ROUTED_EXPERTS: [known[:0] if row.routed_experts is None else row.routed_experts for row in rows]}
 
 
 def _width(what: str, rows: Sequence[Sequence[int]], wanted: int | None) -> int:

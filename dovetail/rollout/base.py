@@ -78,6 +78,7 @@ class SamplingParams:
     `seed` fixes the random numbers of the request: token number p of sample i depends on (seed, i, p) and the
     distribution only, never on what else is in the batch. Without a seed the engine draws a fresh one.
     `ignore_eos` ignores the model's end-of-sequence tokens; `stop_token_ids` always stop. The stop token is kept.
+    `keep_experts` returns the experts of a mixture that each token was sent to, of an engine that is built for it.
     `keep_mask` returns what the filters left to choose from, at most `top_k` tokens: of tokens that tie with the last
     one, as many as fit.
     """
@@ -93,6 +94,7 @@ class SamplingParams:
     seed: int | None = None
     logprobs: LogprobsMode = "temperature"
     keep_mask: bool = False
+    keep_experts: bool = False
 
     def __post_init__(self) -> None:
         _require(self.temperature >= 0, "temperature", self.temperature, "must be 0 (greedy) or more")
@@ -150,6 +152,9 @@ class GenerationResult:
     """The prompt as the engine read it, where it widens the placeholders of images itself."""
     sampling_mask: np.ndarray | None = field(default=None, compare=False)
     """What each token was chosen from (`protocol.sampling_mask`), where the request asked for it."""
+    routed_experts: np.ndarray | None = field(default=None, compare=False)
+    """Of the prompt and the response but its last token (`protocol.routed_experts`), where the request asked for it and
+    the response has finished."""
 
 
 Deliver: TypeAlias = Callable[[GenerationResult | FailedRequest], None]

@@ -22,6 +22,7 @@ def sampling_params(rollout: RolloutConfig, *, n: int, validate: bool, greedy: b
         max_new_tokens=rollout.response_length,
         stop_token_ids=tuple(rollout.stop_token_ids),
         ignore_eos=rollout.ignore_eos,
+        keep_experts=rollout.enable_rollout_routing_replay and not validate,
     )
     if greedy or not source.do_sample or source.temperature == 0:
         return replace(kind, temperature=0.0)
@@ -60,6 +61,8 @@ def check_logprobs(sampling: SamplingParams, given: LogprobsMode, engine: str) -
     """ValueError where a request asks for other log-probs than this engine gives: it has one meaning of them."""
     if sampling.keep_mask:
         raise ValueError(f"keep_mask=True: {engine} returns no sampling masks; use rollout.name=native.")
+    if sampling.keep_experts:
+        raise ValueError(f"keep_experts=True: {engine} returns no routed experts; use rollout.name=native.")
     if _meaning(sampling, sampling.logprobs) != _meaning(sampling, given):
         raise ValueError(
             f"logprobs={sampling.logprobs!r} with temperature={sampling.temperature}, top_k={sampling.top_k}, "

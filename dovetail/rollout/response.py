@@ -34,6 +34,8 @@ class GrowingResponse:
     finish_reason: FinishReason | None = field(default=None, init=False)
     num_prompt_tokens: int | None = field(default=None, init=False)
     """Of `GenerationResult`."""
+    routed_experts: np.ndarray | None = field(default=None, init=False)
+    """Of `GenerationResult`."""
 
     def __post_init__(self) -> None:
         self.sequence = list(self.request.prompt_token_ids)
@@ -81,6 +83,7 @@ class GrowingResponse:
             weight_versions=self.versions[:count],
             num_prompt_tokens=self.num_prompt_tokens,
             sampling_mask=make_mask(self.kept[:count]) if self.request.sampling.keep_mask else None,
+            routed_experts=self.routed_experts,
         )
 
     def result(self) -> GenerationResult:

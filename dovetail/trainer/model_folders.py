@@ -13,6 +13,7 @@ from dovetail.config.root import DovetailConfig
 from dovetail.data.unread_tokenizer import UnreadTokenizer
 from dovetail.models.folder import check_model_folder
 from dovetail.models.load import Role, load_config, load_processor, load_tokenizer, model_folder
+from dovetail.models.router_replay import refuse_unknown_routers
 from dovetail.trainer.inputs import named_models, path_key
 from dovetail.trainer.refusals import Refusals
 from dovetail.workers.unsupported_models import refuse_for_megatron, refuse_for_native_engine
@@ -75,6 +76,8 @@ def refuse_broken_models(
                 network = check_model_folder(model_folder(model.path), roles.get(name, "policy"), **settings)
                 if strategy == "megatron":
                     refuse_for_megatron(network.config)
+                if name == "actor_rollout_ref.model" and config.replays_routing:
+                    refuse_unknown_routers(network)
                 if generates and name == "actor_rollout_ref.model":
                     without = "" if config.generates else " Or set sft.val_samples=0 to generate nothing."
                     refuse_for_native_engine(network, advice=without)

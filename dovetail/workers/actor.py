@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -30,6 +31,7 @@ from dovetail.config.view import ConfigView
 from dovetail.models.vocabulary_divergence import Teacher
 from dovetail.parallel.micro_batches import MicroBatchPlan
 from dovetail.protocol import DataProto
+from dovetail.protocol.routed_experts import by_row
 from dovetail.workers.micro_batches import MicroBatchLimit, cut, plan_micro_batches, restore
 from dovetail.workers.mini_batches import OWN_OLD_LOG_PROBS, makes_one_step, optimizer_steps
 from dovetail.workers.response_columns import (
@@ -48,6 +50,17 @@ _RATIO, _RATIO_SQUARE = "rollout_corr/ratio_mean", "rollout_corr/ratio_square_me
 TEACHER_COLUMNS = ("teacher_top_ids", "teacher_top_log_probs", "teacher_hidden")
 INTERPOLATION = "interpolation_weights"
 """Column: where each token's old log-prob is between the engine's (0) and the update's (1)."""
+
+
+class ScoredResponses(NamedTuple):
+    """What the current weights say of responses: rows in the order given, on the CPU. None: not asked for."""
+
+    log_probs: Tensor
+    entropy: Tensor | None
+    sum_squares: Tensor | None
+    """The sum of p^2 of each token's distribution."""
+    routed_experts: np.ndarray | None
+    """The experts that each token of prompt and response was sent to (`protocol.routed_experts`)."""
 
 
 class PolicyUpdate(NamedTuple):
@@ -109,17 +122,21 @@ class DataParallelPPOActor:
 
     def compute_log_prob(self, data: DataProto, calculate_entropy: bool = False) -> tuple[Tensor, Tensor | None]:
         """Log-probs of the responses (and entropies) by the current weights, rows in the order given, on the CPU."""
-        log_probs, entropy, _ = self.score_responses(data, entropy=calculate_entropy)
-        return log_probs, entropy
+        scored = self.score_responses(data, entropy=calculate_entropy)
+        return scored.log_probs, scored.entropy
 
     def score_responses(
-        self, data: DataProto, *, entropy: bool = False, sum_squares: bool = False
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Log-probs of the responses, and of each token's distribution the entropy and the sum of p^2, if asked for."""
-        names = ["log_probs", *["entropy"] * entropy, *["sum_squares"] * sum_squares]
-        columns = self._forward(data, names, entropy=entropy, sum_squares=sum_squares)
-        log_probs, *others = (column.float() for column in columns)
-        return log_probs, others.pop(0) if entropy else None, others.pop(0) if sum_squares else None
+        self, data: DataProto, *, entropy: bool = False, sum_squares: bool = False, record_experts: bool = False
+    ) -> ScoredResponses:
+        """Log-probs of the responses, and what else is asked for."""
+        asked = {"entropy": entropy, "sum_squares": sum_squares, "record_experts": record_experts}
+        names = [*[name for name in ("entropy", "sum_squares") if asked[name]], *["routed_experts"] * record_experts]
+        log_probs, *others = self._forward(data, ["log_probs", *names], **asked)
+        columns = dict(zip(names, others, strict=True))
+        experts = columns.pop("routed_experts", None)
+        entropies, squares = (columns[name].float() if name in columns else None for name in ("entropy", "sum_squares"))
+        by_rows = None if experts is None else by_row(experts, data.tensors["attention_mask"])
+        return ScoredResponses(log_probs.float(), entropies, squares, by_rows)
 
     def top_tokens(self, data: DataProto, *, top_k: int, vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:
         """Log-probs of the responses, and in place of each token the `top_k` most likely ones below `vocab_size`."""
@@ -181,15 +198,20 @@ class DataParallelPPOActor:
         return PolicyUpdate(metrics, None if old_log_probs is None else old_log_probs.cpu())
 
     def _forward(self, data: DataProto, names: Sequence[str], **asked: Any) -> list[Tensor]:
-        """These outputs at the responses, rows in the order given, on the CPU."""
+        """These outputs at the responses (experts: of all tokens), rows in the order given, on the CPU."""
         batch = take_columns(data, MODEL_INPUTS)
         plan = plan_micro_batches(batch, self._log_prob_limit, self.backend)
         options = replace(self._options(data, entropy=False), **asked)
         outputs = self.backend.forward(cut(batch, plan), options)
         width = response_width(batch)
-        return [
-            restore([at_responses(getattr(output, name), width) for output in outputs], plan).cpu() for name in names
-        ]
+
+        def column(name: str) -> Tensor:
+            parts = [getattr(output, name) for output in outputs]
+            if name == "routed_experts":  # larger than all else: joined where there is room
+                return restore([part.cpu() for part in parts], plan)
+            return restore([at_responses(part, width) for part in parts], plan).cpu()
+
+        return [column(name) for name in names]
 
     def _options(self, data: DataProto, *, entropy: bool) -> ForwardOptions:
         return ForwardOptions(
@@ -266,6 +288,9 @@ class DataParallelPPOActor:
             metrics = {"actor/pg_loss": loss.detach(), **metrics}
             if dropped is not None:
                 metrics["actor/off_policy_masked_fraction"] = token_share(dropped.float(), full_mask, counts)
+            if output.routing_changed is not None:
+                changed = at_responses(output.routing_changed, width)
+                metrics["actor/routing_changed_share"] = token_share(changed, full_mask, counts)
             if engine is not None and reports_mismatch:
                 metrics |= _engine_mismatch(log_prob.detach(), engine, full_mask, counts)
             if self._correction is not None and self._correction.rollout_rs is not None:

@@ -15,6 +15,7 @@ from dovetail.controller import Dispatch, register
 from dovetail.models.load import load_config, load_tokenizer
 from dovetail.models.vocabulary_divergence import Teacher, load_output_layer
 from dovetail.protocol import DataProto
+from dovetail.protocol.routed_experts import ROUTED_EXPERTS
 from dovetail.rollout.base import GenerationResult
 from dovetail.weight_sync import GroupAddress
 from dovetail.workers.actor import DataParallelPPOActor
@@ -85,14 +86,22 @@ class ActorRolloutRefWorker(CheckpointedRole):
 
     @register(dispatch_mode=Dispatch.mesh("actor", pad=True))
     def compute_log_prob(self, data: DataProto) -> DataProto:
-        """`old_log_probs` and `entropys` by the current weights, and `sum_pi_squared` for estimators that read it."""
+        """`old_log_probs` and `entropys` by the current weights, `sum_pi_squared` for estimators that read it, and
+        `routed_experts` for an update that replays them."""
         actor = self._need(self.actor, "actor")
         with loaded(actor.backend, self.config.actor_rollout_ref.actor.offloading):
-            log_probs, entropies, squares = actor.score_responses(
-                data, entropy=True, sum_squares=self.config.needs_sum_pi_squared
+            scored = actor.score_responses(
+                data,
+                entropy=True,
+                sum_squares=self.config.needs_sum_pi_squared,
+                record_experts=self.config.actor_rollout_ref.actor.router_replay.mode == "R2",
             )
-        columns = {"old_log_probs": log_probs, "entropys": entropies, "sum_pi_squared": squares}
-        return DataProto.from_dict({name: column for name, column in columns.items() if column is not None})
+        columns = {"old_log_probs": scored.log_probs, "entropys": scored.entropy, "sum_pi_squared": scored.sum_squares}
+        experts = scored.routed_experts
+        return DataProto.from_dict(
+            {name: column for name, column in columns.items() if column is not None},
+            {} if experts is None else {ROUTED_EXPERTS: experts},
+        )
 
     @register(dispatch_mode=Dispatch.mesh("ref", pad=True))
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:

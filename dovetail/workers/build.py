@@ -25,6 +25,7 @@ from dovetail.models.head import use_float32_head
 from dovetail.models.load import Role, build_meta_model, load_config, model_folder
 from dovetail.models.lora import add_adapters
 from dovetail.models.policy import PolicyModel
+from dovetail.models.router_replay import RouterReplay
 from dovetail.models.value import RewardModel, ValueModel
 
 
@@ -58,6 +59,7 @@ def build_policy(
     share_prefixes: bool = False,
     exact: bool = False,
     fp32_head: bool = False,
+    replays_routing: bool = False,
     longest_row: int | None = None,
     device: torch.device,
 ) -> TrainBackend:
@@ -89,6 +91,7 @@ def build_policy(
         use_float32_head(hf_model)
     if fp8_recipe is not None:
         use_fp8_projections(hf_model, fp8_recipe, device)
+    router_replay = RouterReplay(hf_model) if replays_routing else None
     if optim is not None and model.enable_gradient_checkpointing:
         enable_gradient_checkpointing(hf_model)
     if compiles:
@@ -97,6 +100,7 @@ def build_policy(
         hf_model,
         use_remove_padding=model.use_remove_padding,
         share_prefixes=share_prefixes,
+        router_replay=router_replay,
         use_fused_kernels=model.use_fused_kernels,
         use_triton=_use_triton(model.fused_kernel_options.impl_backend, device),
         chunk_entropy=chunk_entropy,
@@ -142,6 +146,7 @@ def build_actor(
         share_prefixes=actor.use_prefix_grouper,
         exact=policy.rollout.exact,
         fp32_head=policy.rollout.fp32_lm_head,
+        replays_routing=actor.router_replay.mode != "disabled",
         longest_row=policy.rollout.context_length,
         device=device,
     )

@@ -16,6 +16,7 @@ import numpy as np
 from dovetail.agents.stream import Agents, AgentStream
 from dovetail.config.rollout import RolloutConfig
 from dovetail.protocol import DataProto
+from dovetail.protocol.routed_experts import ROUTED_EXPERTS
 from dovetail.protocol.sampling_mask import SAMPLING_MASK, cut_mask, join_masks
 from dovetail.rollout.assemble import NO_VERSION, assemble
 from dovetail.rollout.base import GenerationRequest, GenerationResult, RolloutEngine
@@ -232,5 +233,6 @@ def _results_by_uid(snapshot: DataProto | None, uids: set[str]) -> dict[str, dic
             finish_reason=others["finish_reason"][row],
             weight_versions=columns["weight_version"][row, :length].tolist(),
             sampling_mask=others[SAMPLING_MASK][row] if SAMPLING_MASK in others else None,
+            routed_experts=others[ROUTED_EXPERTS][row] if ROUTED_EXPERTS in others else None,
         )
     return results

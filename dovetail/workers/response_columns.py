@@ -8,21 +8,24 @@ import torch
 from torch import Tensor
 
 from dovetail.protocol import DataProto
+from dovetail.protocol.routed_experts import ROUTED_EXPERTS
 from dovetail.protocol.sampling_mask import SAMPLING_MASK
 
 _NARROW = (torch.int8, torch.int32)
+_OF_ROWS = ("multi_modal_inputs", SAMPLING_MASK, ROUTED_EXPERTS)
 MODEL_INPUTS = ("input_ids", "attention_mask", "position_ids", "responses")
 
 
 def take_columns(data: DataProto, names: Sequence[str]) -> DataProto:
-    """The named columns, and images and sampling masks where there are any. A missing column is an error that names it.
+    """The named columns, and what else of a row models read, where there is any. A missing column is an error that
+    names it.
 
     Token ids and masks travel in narrow integers; models, losses and users' code get int64.
     """
     missing = [name for name in names if name not in data]
     if missing:
         raise ValueError(f"the batch has no column {', '.join(missing)}; it has {', '.join(sorted(data.columns))}.")
-    others = [name for name in ("multi_modal_inputs", SAMPLING_MASK, *names) if name in data.non_tensor_batch]
+    others = [name for name in (*_OF_ROWS, *names) if name in data.non_tensor_batch]
     tensors = [name for name in names if name in data.tensors]
     taken = data.select(batch_keys=tensors, non_tensor_batch_keys=list(dict.fromkeys(others)))
     wide = {name: column.long() if column.dtype in _NARROW else column for name, column in taken.tensors.items()}

@@ -243,7 +243,10 @@ def test_a_key_that_roles_share_and_this_role_does_not_use_says_so() -> None:
 @pytest.mark.parametrize(
     ("harmless", "refused"),
     [
-        ("actor_rollout_ref.actor.router_replay.mode=disabled", "actor_rollout_ref.actor.router_replay.mode=R3"),
+        (
+            "actor_rollout_ref.actor.router_replay.replay_file=null",
+            "actor_rollout_ref.actor.router_replay.replay_file=x",
+        ),
         ("actor_rollout_ref.model.mtp.enable=False", "actor_rollout_ref.model.mtp.enable=True"),
         ("actor_rollout_ref.model.lora.type=lora", "actor_rollout_ref.model.lora.type=dora"),
         (
@@ -262,6 +265,13 @@ def test_a_key_that_roles_share_and_this_role_does_not_use_says_so() -> None:
 def test_what_would_change_the_algorithm_is_refused_and_not_noticed(harmless: str, refused: str) -> None:
     load(harmless)
     assert "not supported" in problem(refused)
+
+
+def test_router_replay_of_verls_megatron_section_is_the_policys_and_other_roles_have_none() -> None:
+    actor, ref = "actor_rollout_ref.actor", "actor_rollout_ref.ref"
+    loaded = load(f"{actor}.megatron.router_replay.mode=R2", f"{ref}.router_replay.mode=R2")
+    assert loaded.config.actor_rollout_ref.actor.router_replay.mode == "R2"
+    assert any("the policy alone replays" in str(notice) for notice in loaded.notices)
 
 
 def catalogue_keys() -> set[str]:

@@ -45,6 +45,7 @@ ELSEWHERE = {
     "VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server": "tests/rollout_remote/servers.py",
     "dovetail train ... actor_rollout_ref.rollout.name=vllm": "tests/rollout_remote/test_training_run.py",
     "dovetail train actor_rollout_ref.rollout.name=sglang": "tests/rollout_sglang/test_training_run.py",
+    "dovetail train run.yaml actor_rollout_ref.actor.router_replay.mode=R2": "tests/trainer/test_router_replay_runs.py",
 }
 """Commands that these files take from the page, by `page_command`, and carry out."""
 INSTEAD = {

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import (
     Cohere2Config,
+    DeepseekV3Config,
     Exaone4Config,
     FalconH1Config,
     Gemma3TextConfig,
@@ -19,12 +20,14 @@ from transformers import (
     MistralConfig,
     MixtralConfig,
     Olmo3Config,
+    OlmoeConfig,
     OPTConfig,
     Phi3Config,
     PretrainedConfig,
     PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
 )
@@ -72,6 +75,22 @@ def tiny_config(family: str, **overrides: Any) -> PretrainedConfig:
         return Qwen3MoeConfig(**_TEXT | _MOE | moe | overrides)
     if family == "mixtral":
         return MixtralConfig(**_TEXT | _MOE | {"num_local_experts": 4, "sliding_window": None} | overrides)
+    if family == "qwen2_moe":
+        moe = {"num_experts": 4, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 48}
+        return Qwen2MoeConfig(**_TEXT | _MOE | moe | overrides)
+    if family == "olmoe":
+        return OlmoeConfig(**_TEXT | _MOE | {"num_experts": 4} | overrides)
+    if family == "deepseek_v3":  # the first layer is dense; 2 of 4 groups of 2 experts
+        moe = {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "moe_intermediate_size": 48, "n_shared_experts": 1}
+        latent = {
+            "q_lora_rank": 32,
+            "kv_lora_rank": 32,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 16,
+            "v_head_dim": 32,
+        }
+        heads = {"num_key_value_heads": 4, "first_k_dense_replace": 1, "num_hidden_layers": 3}
+        return DeepseekV3Config(**_TEXT | _MOE | moe | latent | heads | overrides)
     if family == "mistral_window":
         return MistralConfig(**_TEXT | {"head_dim": 32, "sliding_window": 8} | overrides)
     if family == "gemma3_text":  # layers differ in their rotary embedding, too
@@ -187,12 +206,18 @@ def run_model(
     *,
     token_mask: Tensor | None = None,
     multi_modal_inputs: dict[str, Tensor] | None = None,
+    routed_experts: Any = None,
     **options: Any,
 ) -> Any:
     """Call a model on padded columns, as a backend does."""
     device = next(model.parameters()).device
     batch = model.prepare(
-        input_ids, attention_mask, position_ids, token_mask=token_mask, multi_modal_inputs=multi_modal_inputs
+        input_ids,
+        attention_mask,
+        position_ids,
+        token_mask=token_mask,
+        multi_modal_inputs=multi_modal_inputs,
+        routed_experts=routed_experts,
     )
     return model(to_device(batch, device), multi_modal_inputs=to_device(multi_modal_inputs, device), **options)
 

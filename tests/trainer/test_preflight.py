@@ -118,6 +118,11 @@ def test_a_broken_model(words: str, refused: Refused, model: Path) -> None:
     assert words in message
 
 
+def test_a_model_whose_experts_cannot_be_replayed(refused: Refused) -> None:
+    [message] = refused({"actor_rollout_ref.actor.router_replay.mode": "R2"})
+    assert "Qwen2ForCausalLM has no experts: router replay knows the routers of Mixtral" in message
+
+
 def test_prompts_that_are_missing_or_too_long(tmp_path: Path, refused: Refused) -> None:
     rows = write_rows(tmp_path / "rows.jsonl", None, [{"role": "user", "content": "x" * 500}])
     [message] = refused({ROWS: str(rows)})

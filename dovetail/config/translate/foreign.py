@@ -10,7 +10,7 @@ from dovetail.config.base import Rule, unsupported, unused
 _ROLLOUT = "actor_rollout_ref.rollout."
 _MTP = "multi-token-prediction heads are neither trained nor used to generate"
 _LORA = "adapters are plain LoRA, initialised as PEFT does"
-_ROUTING = "the trainer routes tokens to experts itself; routing is not recorded or replayed"
+_ROUTING = "the policy alone replays the experts of a mixture (`actor_rollout_ref.actor.router_replay.mode`)"
 _MUON = "Muon of strategy=fsdp2 has muon_momentum, muon_nesterov, muon_num_ns_steps and muon_adjust_lr_fn"
 _FULL_PRECISION = "weights are trained in full precision; only the engine may be quantised"
 _NO_REPLAY = "no step takes its responses from a file; `dovetail replay` trains on all of a run that was recorded"
@@ -24,8 +24,7 @@ _REFUSED: tuple[tuple[str, str, tuple[object, ...]], ...] = (
     (_LORA, "*.model.lora.type", ("lora", "canonical_lora")),
     ("weight decay is constant", "*.optim.weight_decay_incr_style", ("constant",)),
     ("weights are always loaded from `model.path`", "*.load_weight", (True,)),
-    (_ROUTING, "*.router_replay.mode", ("disabled",)),
-    (_ROUTING, "ROLLOUT.enable_rollout_routing_replay", (False,)),
+    ("routing is kept with each batch, not in files", "*.router_replay.record_file *.router_replay.replay_file", ()),
     (_MUON, "*.optim.muon_split_qkv *.optim.muon_extra_scale_factor", (True,)),
     (_MUON, "*.optim.muon_scale_mode", ("spectral",)),
     (_MUON, "*.optim.muon_coefficient_type", ("quintic",)),
@@ -113,7 +112,7 @@ _UNUSED: tuple[tuple[str, str], ...] = (
     ("the first step is step 1 of the schedule", "*.optim.zero_indexed_step"),
     ("`actor_rollout_ref.rollout.n` is the one place", "*.rollout_n"),
     ("it is computed without gradients, in chunks", "actor_rollout_ref.actor.sum_pi_squared_checkpointing"),
-    (_ROUTING, "*.router_replay.*"),
+    (_ROUTING, "actor_rollout_ref.ref.*router_replay.* critic.*router_replay.*"),
     ("`actor_rollout_ref.model.use_fused_kernels` decides", "actor_rollout_ref.ref.use_fused_kernels"),
     ("the reference is the policy's starting point", "actor_rollout_ref.ref.model.*"),
     ("there is no such backend; choose fsdp2 or megatron", "*.veomni* *.torchtitan.* *.turbo_config.*"),

@@ -110,6 +110,7 @@ TRANSLATIONS: tuple[Translation, ...] = (
     Translation(f"{_ACTOR}.dtype", f"{_ACTOR}.fsdp_config.mixed_precision.param_dtype", "it is the compute dtype"),
     Translation(f"{_REF}.dtype", f"{_REF}.fsdp_config.mixed_precision.param_dtype", "it is the compute dtype"),
     *_moved(f"{_ACTOR}.policy_loss", _ACTOR, "tau_pos tau_neg"),
+    Translation(f"{_ACTOR}.megatron.router_replay.*", f"{_ACTOR}.router_replay.*"),
     Translation(f"{_ACTOR}.ppo_infer_micro_batch_size_per_gpu", f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu"),
     Translation(f"{_ACTOR}.ppo_infer_max_token_len_per_gpu", f"{_ROLLOUT}.log_prob_max_token_len_per_gpu"),
     *_moved(_ROLLOUT, _MODEL, "trust_remote_code"),

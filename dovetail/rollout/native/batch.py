@@ -3,13 +3,14 @@ time."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedModel
 
 from dovetail.models.exact import label_log_probs
+from dovetail.models.router_replay import RouterReplay
 from dovetail.rollout.native.attention import DecodeStep, ExactStep, PrefillStep, Segment, plan_spans
 from dovetail.rollout.native.images import prefill_images, prefill_positions
 from dovetail.rollout.native.kv_cache import SlotKVCache
@@ -32,6 +33,7 @@ class BatchStats:
 
 class RunningBatch:
     """A batch over dense slots; sessions keep at most `max_kept_tokens` between two turns. `exact`: `models.exact`.
+    `routing`: of the model, where experts are kept with the cache.
 
     `PagedBatch` has the same methods; all but the counts are called between two steps.
     """
@@ -45,6 +47,7 @@ class RunningBatch:
         *,
         max_kept_tokens: int = 0,
         exact: bool = False,
+        routing: RouterReplay | None = None,
     ) -> None:
         self.cache = SlotKVCache(max_kept_tokens)
         self.scheduler = Scheduler(max_num_seqs, max_prefill_tokens, self.cache)
@@ -52,6 +55,7 @@ class RunningBatch:
         self._model = model
         self._device = device
         self._exact = exact
+        self._routing = routing
         self._rows_changed = True
         # Of the rows, until they change: all grow together, so the spans stay right.
         self._sampling: SamplingRows | None = None
@@ -115,6 +119,8 @@ class RunningBatch:
             return False
         tokens = [token for row, segment in plan for token in row.sequence[segment.start : segment.end]]
         segments = [segment for _, segment in plan]
+        if self._routing is not None:
+            self._routing.begin(None, record=True)
         # The module under the head: no logits, and so no (tokens, vocabulary) matrix, for prompts.
         self._model.base_model(
             input_ids=torch.tensor([tokens], device=self._device),
@@ -123,6 +129,7 @@ class RunningBatch:
             kv_step=ExactStep(self.cache, segments) if self._exact else PrefillStep(self.cache, segments, self._device),
             **prefill_images(plan, self._device),
         )
+        self._keep_experts(segments)
         for row, segment in plan:
             row.num_cached = segment.end
         self.stats.prefill_steps += 1
@@ -146,14 +153,18 @@ class RunningBatch:
             self._rows_changed = False
         places = torch.tensor(lengths, device=self._device)
         positions = places + torch.tensor(self._shifts, device=self._device) if any(self._shifts) else places
+        segments = [Segment(slot, length, 1) for slot, length in enumerate(lengths)]
+        if self._routing is not None:
+            self._routing.begin(None, record=True)
         output = self._model(
             input_ids=torch.tensor([[row.sequence[-1] for row in rows]], device=self._device),
             position_ids=positions.unsqueeze(0),
             use_cache=False,
-            kv_step=ExactStep(self.cache, [Segment(slot, length, 1) for slot, length in enumerate(lengths)])
+            kv_step=ExactStep(self.cache, segments)
             if self._exact
             else DecodeStep(self.cache, places, [length + 1 for length in lengths], self._spans),
         )
+        self._keep_experts(segments)
         masks, width = self._sampling.masks, self._sampling.mask_width
         sets = None if masks is None else cut_to_masks(output.logits[0], masks, width).cpu().numpy()
         logits = output.logits[0].clone() if self._exact else output.logits[0]
@@ -166,10 +177,21 @@ class RunningBatch:
         for index, (row, token, log_prob) in enumerate(zip(rows, tokens.tolist(), scores, strict=True)):
             row.num_cached += 1
             row.extend([token], [log_prob], version, sets=None if sets is None else sets[index, None])
-            any_finished |= row.finish_reason is not None
+            if row.finish_reason is not None:
+                any_finished = True
+                if self._routing is not None and row.request.sampling.keep_experts:
+                    row.routed_experts = self._routing.as_array(self.cache.experts(index, row.num_cached))
         self.stats.decode_steps += 1
         self.stats.decode_tokens += len(rows)
         return any_finished
+
+    def _keep_experts(self, segments: Sequence[Segment]) -> None:
+        """Of the step's tokens, which are those of these segments end to end."""
+        if self._routing is None:
+            return
+        of_segments = self._routing.recorded().split([segment.length for segment in segments])
+        for segment, experts in zip(segments, of_segments, strict=True):
+            self.cache.put_experts(segment.slot, segment.start, experts)
 
     def _reserve(self) -> None:
         slots, needed, longest = self.scheduler.demand

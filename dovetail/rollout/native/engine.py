@@ -18,6 +18,7 @@ from dovetail.config.fsdp import full_dtype
 from dovetail.config.rollout import RolloutConfig
 from dovetail.models.exact import use_exact_modules
 from dovetail.models.head import use_float32_head
+from dovetail.models.router_replay import RouterReplay
 from dovetail.models.stop_ids import folder_stop_ids, model_stop_ids
 from dovetail.observability.progress import note_progress
 from dovetail.rollout.base import (
@@ -67,6 +68,7 @@ class NativeEngine(RolloutEngine):
     through the new weights, `keep` goes on with what the old weights computed, and then the log-probs of the tokens
     that follow are not those of any weights. `exact` computes log-probs to the bits of a trainer with `models.exact`,
     `fp32_lm_head` makes logits in float32 of weights in bfloat16.
+    With `keep_experts` requests may ask for the experts of a mixture that tokens were sent to.
     On CUDA a request's sampling mask keeps at most `max_mask_width` ids a token; memory for them is set aside.
     """
 
@@ -89,6 +91,7 @@ class NativeEngine(RolloutEngine):
         exact: bool = False,
         fp32_lm_head: bool = False,
         max_mask_width: int = 0,
+        keep_experts: bool = False,
         ops: Any = None,
         **model_args: Unpack[ModelArgs],
     ) -> None:
@@ -107,6 +110,7 @@ class NativeEngine(RolloutEngine):
             use_exact_modules(self._model)
         elif fp32_lm_head:
             use_float32_head(self._model)
+        self._routing = RouterReplay(self._model) if keep_experts else None
         self._packed = pack_linears(self._model, self._device)
         self._max_model_len = max_model_len or int(self._model.config.get_text_config().max_position_embeddings)
         self._vocab_size = num_embeddings(self._model)
@@ -130,6 +134,7 @@ class NativeEngine(RolloutEngine):
                 fuse=not exact,
                 reuse_prefixes=enable_prefix_caching,
                 mask_width=max_mask_width,
+                routing=self._routing,
                 ops=exact_ops(ops or triton_ops()) if exact else ops,
             )
         elif kv_cache_dtype == "fp8":
@@ -137,7 +142,13 @@ class NativeEngine(RolloutEngine):
         else:
             kept = max_num_seqs * self._max_model_len if enable_prefix_caching else 0
             self._batch = RunningBatch(
-                self._model, self._device, max_num_seqs, max_prefill_tokens, max_kept_tokens=kept, exact=exact
+                self._model,
+                self._device,
+                max_num_seqs,
+                max_prefill_tokens,
+                max_kept_tokens=kept,
+                exact=exact,
+                routing=self._routing,
             )
         self._mask_width = max_mask_width if self._paged else None
         self._keeps_cache = kv_on_update == "keep"
@@ -171,6 +182,7 @@ class NativeEngine(RolloutEngine):
             exact=config.exact,
             fp32_lm_head=config.fp32_lm_head,
             max_mask_width=config.top_k if config.keep_sampling_mask else 0,
+            keep_experts=config.enable_rollout_routing_replay,
             **model,
         )
 
@@ -336,6 +348,10 @@ class NativeEngine(RolloutEngine):
             raise ValueError(
                 f"request {request.request_id!r} keeps a sampling mask of up to top_k={sampling.top_k} ids a "
                 f"token, and this engine has room for {width}; build it with max_mask_width={sampling.top_k}."
+            )
+        if sampling.keep_experts and self._routing is None:
+            raise ValueError(
+                f"request {request.request_id!r} keeps routed experts; build this engine with keep_experts=True."
             )
         if request.multi_modal:
             check_images(self._model, request)

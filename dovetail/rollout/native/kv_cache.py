@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
+_EXPERTS = -1
+"""In the place of a layer: a token's routed experts, which go wherever its keys and values go."""
 # Growing copies the live part, so the length grows in steps.
 _LENGTH_STEP = 64
 
@@ -69,6 +71,17 @@ class SlotKVCache:
             for side, example in ((self.keys, key), (self.values, value)):
                 side[index] = example.new_zeros(self.num_slots, example.shape[-3], self.capacity, example.shape[-1])
         return self.keys[index], self.values[index]
+
+    @torch.inference_mode()
+    def put_experts(self, slot: int, first: int, experts: torch.Tensor) -> None:
+        """Those of tokens from `first` on, `[n, layers, k]`."""
+        entries = experts.flatten(1).unsqueeze(0)
+        held, _ = self.layer(_EXPERTS, entries, entries[..., :0])
+        held[slot, :, first : first + len(experts)] = entries
+
+    def experts(self, slot: int, length: int) -> torch.Tensor:
+        """Those of the first `length` tokens, `[length, layers * k]`."""
+        return self.keys[_EXPERTS][slot, 0, :length]
 
     @torch.inference_mode()
     def copy(self, source: int, target: int, length: int) -> None:

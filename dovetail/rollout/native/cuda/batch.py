@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from dovetail.models.router_replay import RouterReplay
 from dovetail.protocol.sampling_mask import NOT_KEPT
 from dovetail.rollout.base import EngineError
 from dovetail.rollout.native.batch import BatchStats
@@ -49,7 +50,7 @@ class PagedBatch:
     """The same interface as `RunningBatch`. `memory_share` bounds the pages by a share of the device's memory,
     `max_pages` by number. `fuse=False` runs every model through its own forward. `reuse_prefixes` keeps the pages of
     what has left, for prompts that begin with the same tokens.
-    Sampling masks have at most `mask_width` ids a token.
+    Sampling masks have at most `mask_width` ids a token. `routing`: of the model, where its experts are kept with keys.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class PagedBatch:
         max_pages: int | None = None,
         reuse_prefixes: bool = True,
         mask_width: int = 0,
+        routing: RouterReplay | None = None,
         ops: Ops | None = None,
     ) -> None:
         self.stats = BatchStats()
@@ -78,8 +80,10 @@ class PagedBatch:
         self._max_pages = max_pages
         self._max_model_len = max_model_len
         self._ops = triton_ops() if ops is None else ops
-        self._decoder = build_decoder(model, self._ops, fuse=fuse)
-        shape = _kv_shape(model, page_size, cache_dtype or model.dtype)
+        self._routing = routing
+        self._decoder = build_decoder(model, self._ops, fuse=fuse, routing=routing)
+        expert_bytes = 0 if routing is None else routing.bytes_per_token
+        shape = _kv_shape(model, page_size, cache_dtype or model.dtype, expert_bytes)
         self._pool = PagePool(shape, device)
         self._scheduler = PagedScheduler(
             max_num_seqs, self._pool, steps_ahead=2 * _STEPS, reuse_prefixes=reuse_prefixes
@@ -333,6 +337,7 @@ class PagedBatch:
                 if row.sample.finish_reason is None:
                     row_sets = None if sets is None else sets[:, index]
                     self._book_row(row, row_tokens, row_log_probs, row_sets, launch.version)
+            self._take_experts([row for row in launch.rows if row.sample.finish_reason is not None])
         except EngineError:
             # The device is ahead of what was booked: start again from the tokens that the host has.
             self._launches.clear()
@@ -354,8 +359,17 @@ class PagedBatch:
             self._scheduler.leave(row)
             self._any_finished = True
 
+    def _take_experts(self, ended: list[Row]) -> None:
+        """Of rows that have ended and whose pages nobody has taken yet."""
+        rows = [row for row in ended if row.sample.request.sampling.keep_experts and row.sample.routed_experts is None]
+        if self._routing is None or not rows:
+            return
+        entries = self._pool.experts_of([(row.pages, row.sample.num_needed) for row in rows])
+        for row, own in zip(rows, entries, strict=True):
+            row.sample.routed_experts = self._routing.as_array(own)
 
-def _kv_shape(model: PreTrainedModel, page_size: int, dtype: torch.dtype) -> KVShape:
+
+def _kv_shape(model: PreTrainedModel, page_size: int, dtype: torch.dtype, expert_bytes: int) -> KVShape:
     config = model.config.get_text_config()
     heads = int(config.num_attention_heads)
     return KVShape(
@@ -364,4 +378,5 @@ def _kv_shape(model: PreTrainedModel, page_size: int, dtype: torch.dtype) -> KVS
         head_size=int(getattr(config, "head_dim", None) or config.hidden_size // heads),
         page_size=page_size,
         dtype=dtype,
+        expert_bytes=expert_bytes,
     )

@@ -8,13 +8,14 @@ operations between the matrix products are fused. A model of any other class run
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
+from dovetail.models.router_replay import RouterReplay
 from dovetail.rollout.native.cuda.kernels.ops import Ops
 from dovetail.rollout.native.cuda.paged_step import PagedStep, PlainAttend
 from dovetail.rollout.native.cuda.small_batch import SmallBatch, has_moving_rope
@@ -25,7 +26,14 @@ _LOGIT_ROWS = 1024
 _KNOWN = frozenset(f"{family}ForCausalLM" for family in ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen3Moe"))
 
 
-def build_decoder(model: PreTrainedModel, ops: Ops, *, fuse: bool = True) -> PlainDecoder | FusedDecoder:
+def build_decoder(
+    model: PreTrainedModel, ops: Ops, *, fuse: bool = True, routing: RouterReplay | None = None
+) -> Decoder:
+    decoder = _without_record(model, ops, fuse=fuse)
+    return decoder if routing is None else RecordingDecoder(decoder, routing)
+
+
+def _without_record(model: PreTrainedModel, ops: Ops, *, fuse: bool) -> PlainDecoder | FusedDecoder:
     known = type(model).__name__ in _KNOWN and type(model).__module__.startswith("transformers.")
     if fuse and known and getattr(model.config, "hidden_act", "silu") == "silu":
         return FusedDecoder(model, ops)
@@ -63,6 +71,29 @@ class PlainDecoder:
             use_cache=False,
             kv_step=PlainAttend(step),
         )
+
+
+class RecordingDecoder:
+    """The methods of `PlainDecoder`: those of another one, which also puts the experts of its tokens into the pages."""
+
+    def __init__(self, decoder: PlainDecoder | FusedDecoder, routing: RouterReplay) -> None:
+        self._decoder = decoder
+        self._routing = routing
+
+    def fill(self, tokens: torch.Tensor, positions: torch.Tensor, step: PagedStep) -> None:
+        self._routing.begin(None, record=True)
+        self._decoder.fill(tokens, positions, step)
+        step.pool.put_experts(step.targets, self._routing.recorded())
+
+    def logits(
+        self, tokens: torch.Tensor, positions: torch.Tensor, step: PagedStep
+    ) -> Iterator[tuple[slice, torch.Tensor]]:
+        self._routing.begin(None, record=True)
+        yield from self._decoder.logits(tokens, positions, step)
+        step.pool.put_experts(step.targets, self._routing.recorded())
+
+
+Decoder: TypeAlias = "PlainDecoder | FusedDecoder | RecordingDecoder"
 
 
 class FusedDecoder:

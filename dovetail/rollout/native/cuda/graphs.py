@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from dovetail.rollout.native.cuda.decoder import FusedDecoder, PlainDecoder
+from dovetail.rollout.native.cuda.decoder import Decoder
 from dovetail.rollout.native.cuda.kernels.device import described
 from dovetail.rollout.native.cuda.kernels.ops import Ops
 from dovetail.rollout.native.cuda.paged_step import PagedDecode
@@ -38,7 +38,7 @@ class DecodeSteps:
 
     def __init__(
         self,
-        decoder: PlainDecoder | FusedDecoder,
+        decoder: Decoder,
         pool: PagePool,
         state: SlotState,
         out_tokens: torch.Tensor,

@@ -45,18 +45,21 @@ class KVShape:
     head_size: int
     page_size: int
     dtype: torch.dtype
+    expert_bytes: int = 0
+    """Of a token's routed experts, where they are kept beside its keys and values."""
 
     @property
     def page_bytes(self) -> int:
         per_token = 2 * self.num_layers * self.num_kv_heads * self.head_size
-        return per_token * self.page_size * self.dtype.itemsize
+        return self.page_size * (per_token * self.dtype.itemsize + self.expert_bytes)
 
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
 
 
 class PagePool:
-    """`keys` and `values` are (layers, pages, kv heads, page size, head size)."""
+    """`keys` and `values` are (layers, pages, kv heads, page size, head size), `experts` (1, pages, page size, bytes),
+    with a page more for tokens that are not stored."""
 
     def __init__(self, shape: KVShape, device: torch.device) -> None:
         self.shape = shape
@@ -64,6 +67,7 @@ class PagePool:
         self.num_pages = 0
         self.keys = torch.empty(0)
         self.values = torch.empty(0)
+        self.experts = torch.empty(0)
         self._free: list[int] = []
         self._holders: list[int] = []
         # Published pages: page by (node, tokens of the block), the reverse, and the node that a page leads to.
@@ -77,7 +81,7 @@ class PagePool:
 
     @property
     def nbytes(self) -> int:
-        return self.keys.nbytes + self.values.nbytes
+        return self.keys.nbytes + self.values.nbytes + self.experts.nbytes
 
     @property
     def num_free(self) -> int:
@@ -96,19 +100,22 @@ class PagePool:
             self.forget()
             self._free.clear()
         elif len(self._free) == self.num_pages:
-            self.keys = self.values = torch.empty(0)  # nothing to copy: the old memory serves the new
-        self.keys = self._resized(self.keys, num_pages)
-        self.values = self._resized(self.values, num_pages)
+            self.keys = self.values = self.experts = torch.empty(0)  # nothing to copy: the old memory serves the new
+        s = self.shape
+        of_heads = (s.num_layers, num_pages, s.num_kv_heads, s.page_size, s.head_size)
+        self.keys = self._resized(self.keys, of_heads, s.dtype)
+        self.values = self._resized(self.values, of_heads, s.dtype)
+        if s.expert_bytes:
+            size = (1, num_pages + bool(num_pages), s.page_size, s.expert_bytes)
+            self.experts = self._resized(self.experts, size, torch.uint8)
         self._free = [*range(num_pages - 1, self.num_pages - 1, -1), *self._free]
         self._holders = self._holders[:num_pages] + [0] * (num_pages - self.num_pages)
         self.num_pages = num_pages
 
-    def _resized(self, old: torch.Tensor, num_pages: int) -> torch.Tensor:
-        if not num_pages:
+    def _resized(self, old: torch.Tensor, size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        if not size[1]:
             return torch.empty(0)
-        s = self.shape
-        size = (s.num_layers, num_pages, s.num_kv_heads, s.page_size, s.head_size)
-        new = torch.empty(size, dtype=s.dtype, device=self.device)
+        new = torch.empty(size, dtype=dtype, device=self.device)
         if old.numel():
             as_bytes(new)[:, : self.num_pages].copy_(as_bytes(old))
         return new
@@ -189,13 +196,26 @@ class PagePool:
         size = self.shape.page_size
         return (whole[first : first + size].tobytes() for first in range(0, len(whole) - size + 1, size))
 
+    def put_experts(self, targets: torch.Tensor, experts: torch.Tensor) -> None:
+        """Of tokens at page * page size + offset, -1 for those that are not stored: `[n, layers, k]`."""
+        places = self.experts[0].flatten(0, 1)
+        spare = self.num_pages * self.shape.page_size
+        places.index_copy_(0, torch.where(targets < 0, spare, targets).long(), experts.flatten(1).view(torch.uint8))
+
+    def experts_of(self, sequences: Sequence[tuple[Sequence[int], int]]) -> list[torch.Tensor]:
+        """On the host, `[length, bytes]` for each sequence: its pages and its length. Waits for the device."""
+        held = upload([page for pages, _ in sequences for page in pages], torch.int64, self.device)
+        of_sequences = self.experts[0].index_select(0, held).cpu().split([len(pages) for pages, _ in sequences])
+        return [part.flatten(0, 1)[:length] for part, (_, length) in zip(of_sequences, sequences, strict=True)]
+
     @torch.inference_mode()
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole pages: (source, target)."""
         if not pairs:
             return
         indices = upload([[source for source, _ in pairs], [target for _, target in pairs]], torch.int64, self.device)
-        for side in (self.keys, self.values):
+        sides = (self.keys, self.values, self.experts)
+        for side in sides if self.shape.expert_bytes else sides[:2]:
             # Layer by layer: the copy in between is as large as what is copied.
             for layer in as_bytes(side):
                 layer.index_copy_(0, indices[1], layer.index_select(0, indices[0]))
