@@ -84,7 +84,7 @@ def gradient_fits(hidden: Tensor, weight: Tensor, chunk_size: int) -> bool:
     A chunk of logits beside it, or the weight's gradient, is counted with it. The other half is for what no formula
     knows: fragments, libraries, the next layers' weights. Deterministic runs must not depend on free memory: never.
     """
-    if hidden.device.type != "cuda" or torch.are_deterministic_algorithms_enabled():
+    if torch.are_deterministic_algorithms_enabled():
         return False
     kept = product_dtype(hidden).itemsize * len(hidden) * len(weight)
     chunk = 4 * min(len(hidden), chunk_size) * len(weight)
@@ -92,6 +92,8 @@ def gradient_fits(hidden: Tensor, weight: Tensor, chunk_size: int) -> bool:
 
 
 def _free_bytes(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 0
     reused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + reused
 

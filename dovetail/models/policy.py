@@ -80,7 +80,8 @@ class PolicyModel(TransformerBackbone):
     ) -> None:
         """`use_triton` and `keep_head_gradient` are for the fused head: see `fused_linear_log_prob`.
 
-        `chunk_entropy` and `recompute_entropy` save memory on the entropy of the plain head (`EntropyMemory`); the fused one holds no logits.
+        `chunk_entropy` and `recompute_entropy` save memory on the entropy of the plain head (`EntropyMemory`); the
+        fused one holds no logits.
         """
         super().__init__(hf_model, use_remove_padding=use_remove_padding, share_prefixes=share_prefixes)
         refuse_layers_before_the_head(hf_model)
