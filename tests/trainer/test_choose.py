@@ -210,6 +210,14 @@ def test_the_token_budget_fits_the_memory_of_the_device(tmp_path: Path, gib: flo
     assert budget <= 16384
     if gib == 80.0:
         assert budget > 2 * longest
+    # The gradient that the fused head keeps, where there is room, takes none from the micro-batch.
+    entropy = chosen(
+        [*words, "actor_rollout_ref.actor.calculate_entropy=True"],
+        look_at_files=False,
+        look_at_machine=False,
+        device_memory_gib=gib,
+    )
+    assert budget == entropy.config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu
 
 
 @pytest.mark.parametrize(("method", "section"), [("dpo", "actor_rollout_ref.actor"), ("reward", "critic")])
