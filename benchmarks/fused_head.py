@@ -17,8 +17,8 @@ from torch import Tensor
 from dovetail.models.head import LogProbs, fused_linear_log_prob, plain_log_prob_entropy
 
 REPEATS = 5
-# The fused head computes the logits twice, four matrix products instead of three, unless it keeps their gradient. Memory
-# is what it saves.
+# The fused head computes the logits twice: four matrix products instead of three. Memory is what it saves. One that
+# keeps the gradient of the logits computes them once.
 GOAL = "no goal for time on a CPU; never the full logits"
 GPU_GOAL = "at least as fast, in a tenth of the memory; with the gradient kept, in a quarter"
 

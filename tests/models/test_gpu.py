@@ -144,16 +144,16 @@ def test_a_gradient_is_kept_only_where_it_fits_into_half_of_the_free_memory(monk
     hidden = torch.randn(512, 64, device="cuda").bfloat16().requires_grad_()
     weight = torch.randn(8192, 64, device="cuda").bfloat16().requires_grad_()
     labels, held, gradients = torch.randint(0, 8192, (512,), device="cuda"), [], []
-    for free in (None, 0):
-        if free is not None:
-            monkeypatch.setattr(fused_head, "_free_bytes", lambda device: 0)
+    for _ in range(2):
         before = torch.cuda.memory_allocated()
         found = fused_linear_log_prob(hidden, weight, labels)
         held.append(torch.cuda.memory_allocated() - before)
         gradients.append(torch.autograd.grad(found.log_probs.mean(), (hidden, weight)))
         del found
+        monkeypatch.setattr(fused_head, "_free_bytes", lambda device: 0)
     assert held[0] - held[1] == pytest.approx(2 * 512 * 8192, rel=0.01)
-    torch.testing.assert_close(*gradients, atol=1e-6, rtol=2e-2)
+    for kept, again in zip(*gradients, strict=True):
+        torch.testing.assert_close(kept, again, atol=1e-2 * again.abs().max().item(), rtol=2e-2)
 
 
 def test_packed_equals_padded_under_autocast_with_recomputation() -> None:
