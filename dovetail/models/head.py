@@ -1,38 +1,36 @@
 """Log-probability of each label and entropy of each distribution, from hidden states and the head's weight.
 
 Two paths with one result. The plain one holds all logits, `[N, V]`. The fused one goes through the rows in chunks,
-forward and backward, and never holds more than one chunk of logits; each chunk is computed a second time in backward.
-Softmax is in float32 whatever the weights are. Knows nothing of batches, padding or models.
+forward and backward, and never holds more than one chunk of logits (`dovetail.models.fused_head`). Softmax is in
+float32 whatever the weights are. Knows nothing of batches, padding or models.
 """
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from dovetail.models.fused_head import (
+    KeepingLogProb,
+    Options,
+    RecomputingLogProb,
+    chunk_rows,
+    default_chunk_size,
+    gradient_fits,
+    logits_with_bias,
+    product_dtype,
+    triton_is_here,
+)
+from dovetail.models.fused_head import add_product as add_product
+from dovetail.models.fused_head import adds_in_product as adds_in_product
+from dovetail.models.fused_head import float32_logits as float32_logits
+from dovetail.models.fused_head import gradient_without_labels as gradient_without_labels
+
 _FEW_TOKENS = 1 << 12
 _BLOCK = 128
-_ALIGNED = 16
-# Until it is measured on a GPU.
-_KEEPS_GRADIENT = True
-_CHUNK_BYTES = {"cpu": 1 << 27, "cuda": 1 << 30}
-
-
-def default_chunk_size(weight: Tensor) -> int:
-    """Rows whose float32 logits take 1 GiB on CUDA and 128 MiB on a CPU."""
-    return chunk_rows(weight.size(0), weight.device)
-
-
-def chunk_rows(num_tokens: int, device: torch.device) -> int:
-    """The same for a vocabulary of `num_tokens`. Triton compiles a kernel once more for parts of a column that begin
-    at no multiple of 16 bytes."""
-    rows = _CHUNK_BYTES.get(device.type, 1 << 27) // (4 * num_tokens)
-    return max(1, rows - rows % _ALIGNED if rows > _ALIGNED else rows)
 
 
 class Float32Head(nn.Linear):
@@ -49,10 +47,9 @@ class Float32Head(nn.Linear):
         self.weight, self.bias = plain.weight, plain.bias
 
     def forward(self, input: Tensor) -> Tensor:
-        device = input.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
-        with torch.autocast(device, enabled=False):
-            logits = _logits(input.reshape(-1, self.in_features).to(dtype), self.weight.to(dtype), self.bias)
+        dtype = product_dtype(input)
+        with torch.autocast(input.device.type, enabled=False):
+            logits = logits_with_bias(input.reshape(-1, self.in_features).to(dtype), self.weight.to(dtype), self.bias)
         return logits.view(*input.shape[:-1], self.out_features)
 
 
@@ -61,78 +58,11 @@ def use_float32_head(hf_model: Any) -> None:
     hf_model.set_output_embeddings(Float32Head(hf_model.get_output_embeddings()))
 
 
-def float32_logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    """`hidden @ weight.T` in float32. The product runs in the type of the two, its sums in float32."""
-    if hidden.dtype in (torch.bfloat16, torch.float16):
-        return _Float32Product.apply(hidden, weight)
-    return F.linear(hidden, weight).float()
-
-
-class _Float32Product(torch.autograd.Function):
-    """PyTorch's product of two bfloat16 matrices that is not rounded to 8 bits has no gradient of its own."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(hidden, weight)
-        if hidden.is_cuda:
-            return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
-        return F.linear(hidden.float(), weight.float())
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight = ctx.saved_tensors
-        gradient, (needs_hidden, needs_weight) = grads[0].to(hidden.dtype), ctx.needs_input_grad
-        return gradient @ weight if needs_hidden else None, gradient.t() @ hidden if needs_weight else None
-
-
 def log_softmax(scores: Tensor) -> Tensor:
     """Over the last dimension. PyTorch's own adds up in float32 one by one on a CPU: 2e-4 off at 152 k tokens."""
     if scores.is_cuda or scores.size(-1) <= _FEW_TOKENS:
         return scores.log_softmax(-1)
     return scores - scores.logsumexp(-1, keepdim=True)
-
-
-def gradient_without_labels(
-    log_p: Tensor, entropy: Tensor, grad_log_probs: Tensor, grad_entropy: Tensor | None
-) -> Tensor:
-    """Gradient of log-probs and entropy over z = logits / T, in place of `log_p`; the caller adds the labels' part.
-
-    With p = softmax(z): d log p_y = onehot - p and d H = -p (log p + H). The onehot is what is missing here.
-    """
-    if grad_entropy is None:
-        return log_p.exp_().mul_(-grad_log_probs.unsqueeze(-1))
-    p = log_p.exp()
-    gradient = log_p.add_(entropy.unsqueeze(-1)).mul_(-grad_entropy.unsqueeze(-1))
-    return gradient.sub_(grad_log_probs.unsqueeze(-1)).mul_(p)
-
-
-def add_product(total: Tensor, d_logits: Tensor, hidden: Tensor) -> None:
-    """`total += d_logits.T @ hidden`, kept in float32."""
-    if d_logits.dtype == torch.float32:
-        total.addmm_(d_logits.t(), hidden)
-    elif adds_in_product(d_logits.device, d_logits.dtype):
-        torch.addmm(total, d_logits.t(), hidden, out_dtype=torch.float32, out=total)
-    elif d_logits.is_cuda:
-        total.add_(torch.mm(d_logits.t(), hidden, out_dtype=torch.float32))
-    else:
-        total.add_(d_logits.t() @ hidden)
-
-
-@functools.cache
-def adds_in_product(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether this PyTorch adds a product of `dtype` to a float32 matrix in one call, which saves writing and reading
-    the product. CUDA only, in releases with https://github.com/pytorch/pytorch/pull/167931. Tried on a small one."""
-    if device.type != "cuda":
-        return False
-    total = torch.arange(128, dtype=torch.float32, device=device).view(16, 8) + 0.25
-    left = (torch.arange(512, device=device) % 3).view(32, 16).to(dtype)
-    right = (torch.arange(256, device=device) % 5).view(32, 8).to(dtype)
-    expected = total + torch.mm(left.t(), right, out_dtype=torch.float32)  # small integers and quarters: exact
-    try:
-        torch.addmm(total, left.t(), right, out_dtype=torch.float32, out=total)
-    except (RuntimeError, TypeError):
-        return False
-    return total.equal(expected)
 
 
 class TopTokens(NamedTuple):
@@ -243,7 +173,7 @@ def chunk_logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, *, softcap: float | None, dtype: torch.dtype
 ) -> Tensor:
     """`[C, V]` float32 of a few rows, with products in `dtype`."""
-    logits = _logits(hidden.to(dtype), weight.to(dtype), bias)
+    logits = logits_with_bias(hidden.to(dtype), weight.to(dtype), bias)
     return torch.tanh(logits / softcap) * softcap if softcap else logits
 
 
@@ -273,11 +203,10 @@ def listed_log_probs(
             overlaps.append(overlap(own, largest(of_all.detach(), ids.size(-1))[0]))
         return own
 
-    device = hidden.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+    dtype = product_dtype(hidden)
     chunks = hidden.split(chunk_size or default_chunk_size(weight))
     top, of_ids = None, None
-    with torch.autocast(device, enabled=False):
+    with torch.autocast(hidden.device.type, enabled=False):
         if lists.top_k:
             size = min(lists.vocab_size or weight.size(0), weight.size(0))
             with torch.no_grad():
@@ -320,10 +249,9 @@ def kept_log_probs(
         p = log_p.exp() * inside
         return log_probs, -(p * log_p).sum(-1), (scores.amax(-1) - normalizer), p.detach().square().sum(-1)
 
-    device = hidden.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+    dtype = product_dtype(hidden)
     rows = chunk_size or default_chunk_size(weight)
-    with torch.autocast(device, enabled=False):
+    with torch.autocast(hidden.device.type, enabled=False):
         chunks = zip(hidden.split(rows), labels.split(rows), kept.split(rows), strict=True)
         parts = [checkpoint(of_chunk, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
     log_probs, entropy, best, squares = map(torch.cat, zip(*parts, strict=True))
@@ -370,21 +298,24 @@ def fused_linear_log_prob(
     `chunk_size` counts rows; by default a chunk of logits takes 128 MiB on CPU and 1 GiB on CUDA. Matrix products run
     in the autocast type, or in the type of `hidden`; sums over the vocabulary and the weight's gradient over chunks are
     accumulated in float32. `use_triton` is `None` for "on CUDA, if Triton is there". `keep_gradient` holds `[N, V]` in
-    the type of the products from forward to backward, in the place of a second product; not with entropy.
+    the type of the products from forward to backward, in the place of a second product; never with entropy. `None`:
+    with Triton, where it fits (`gradient_fits`).
     """
     if hidden.dim() != 2 or labels.shape != hidden.shape[:1]:
         raise ValueError(f"hidden must be [N, H] and labels [N]; got {tuple(hidden.shape)} and {tuple(labels.shape)}.")
     if chunk_size is None:
         chunk_size = default_chunk_size(weight)
     if use_triton is None:
-        use_triton = hidden.is_cuda and _triton_is_here()
-    if keep_gradient is None:
-        keep_gradient = _KEEPS_GRADIENT and use_triton
-    settings = float(temperature), int(chunk_size), use_triton
-    if keep_gradient and not need_entropy and torch.is_grad_enabled():
-        log_probs, entropy = _KeptLinearLogProb.apply(hidden, weight, bias, labels, *settings), None
+        use_triton = hidden.is_cuda and triton_is_here()
+    options, keeps = Options(float(temperature), int(chunk_size), use_triton), keep_gradient
+    if need_entropy or not torch.is_grad_enabled():
+        keeps = False
+    elif keeps is None:
+        keeps = use_triton and gradient_fits(hidden, weight, chunk_size)
+    if keeps:
+        log_probs, entropy = KeepingLogProb.apply(hidden, weight, bias, labels, options), None
     else:
-        log_probs, entropy = _FusedLinearLogProb.apply(hidden, weight, bias, labels, need_entropy, *settings)
+        log_probs, entropy = RecomputingLogProb.apply(hidden, weight, bias, labels, need_entropy, options)
     squares = None
     if need_sum_squares:
         squares = _sum_squares_in_chunks(hidden, weight, bias, float(temperature), int(chunk_size))
@@ -396,185 +327,11 @@ def _sum_squares_in_chunks(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, chunk_size: int
 ) -> Tensor:
     """A second pass of the head: it is asked for by few, and only without gradients."""
-    device = hidden.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-    with torch.autocast(device, enabled=False):
+    dtype = product_dtype(hidden)
+    with torch.autocast(hidden.device.type, enabled=False):
         matrix = weight.to(dtype)
         parts = [
-            _sum_squares(log_softmax(_logits(part.to(dtype), matrix, bias).div_(temperature)))
+            _sum_squares(log_softmax(logits_with_bias(part.to(dtype), matrix, bias).div_(temperature)))
             for part in hidden.split(chunk_size)
         ]
     return torch.cat(parts)
-
-
-class _FusedLinearLogProb(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        labels: Tensor,
-        need_entropy: bool,
-        temperature: float,
-        chunk_size: int,
-        use_triton: bool,
-    ) -> tuple[Tensor, Tensor]:
-        device = hidden.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-        rows = _triton_rows() if use_triton else _TorchRows
-        log_probs = hidden.new_empty(hidden.size(0), dtype=torch.float32)
-        normalizer, entropy = torch.empty_like(log_probs), torch.zeros_like(log_probs)
-        with torch.autocast(device, enabled=False):
-            matrix = weight.to(dtype)
-            for start in range(0, hidden.size(0), chunk_size):
-                part = slice(start, start + chunk_size)
-                logits = _logits(hidden[part].to(dtype), matrix, bias)
-                log_probs[part], normalizer[part], chunk_entropy = rows.forward(
-                    logits, labels[part], temperature, need_entropy
-                )
-                if chunk_entropy is not None:
-                    entropy[part] = chunk_entropy
-        ctx.save_for_backward(hidden, weight, bias, labels, normalizer, entropy)
-        ctx.settings = (temperature, need_entropy, chunk_size, dtype, rows)
-        return log_probs, entropy
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, labels, normalizer, entropy = ctx.saved_tensors
-        temperature, need_entropy, chunk_size, dtype, rows = ctx.settings
-        grad_log_probs, grad_entropy = grads[0].float(), grads[1].float() if need_entropy else None
-        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        grad_hidden = torch.empty_like(hidden) if needs_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
-        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if needs_bias and bias is not None else None
-        with torch.autocast(hidden.device.type, enabled=False):
-            matrix = weight.to(dtype)
-            for start in range(0, hidden.size(0), chunk_size):
-                part = slice(start, start + chunk_size)
-                h = hidden[part].to(dtype)
-                d_logits = rows.backward(
-                    _logits(h, matrix, bias),
-                    labels[part],
-                    normalizer[part],
-                    entropy[part],
-                    grad_log_probs[part],
-                    grad_entropy[part] if grad_entropy is not None else None,
-                    temperature,
-                    dtype,
-                )
-                if grad_hidden is not None:
-                    grad_hidden[part] = d_logits @ matrix
-                if grad_weight is not None:
-                    add_product(grad_weight, d_logits, h)
-                if grad_bias is not None:
-                    grad_bias += d_logits.sum(0, dtype=torch.float32)
-        return (
-            grad_hidden,
-            grad_weight.to(weight.dtype) if grad_weight is not None else None,
-            grad_bias.to(bias.dtype) if grad_bias is not None else None,
-            *([None] * 5),
-        )
-
-
-class _KeptLinearLogProb(torch.autograd.Function):
-    """Without entropy the gradient over a row's logits is that of its log-prob times one number, which comes last: the
-    products take it as a factor of their rows."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        labels: Tensor,
-        temperature: float,
-        chunk_size: int,
-        use_triton: bool,
-    ) -> Tensor:
-        device = hidden.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-        rows = _triton_rows() if use_triton else _TorchRows
-        log_probs = hidden.new_empty(hidden.size(0), dtype=torch.float32)
-        d_logits = hidden.new_empty(hidden.size(0), weight.size(0), dtype=dtype)
-        with torch.autocast(device, enabled=False):
-            matrix = weight.to(dtype)
-            for start in range(0, hidden.size(0), chunk_size):
-                part = slice(start, start + chunk_size)
-                logits = _logits(hidden[part].to(dtype), matrix, bias)
-                log_probs[part], normalizer, _ = rows.forward(logits, labels[part], temperature, False)
-                rows.gradient(logits, labels[part], normalizer, temperature, d_logits[part])
-        ctx.save_for_backward(hidden, weight, bias, d_logits)
-        return log_probs
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, d_logits = ctx.saved_tensors
-        factor, dtype = grads[0].float().unsqueeze(-1), d_logits.dtype
-        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        grad_hidden = grad_weight = grad_bias = None
-        with torch.autocast(hidden.device.type, enabled=False):
-            if needs_hidden:
-                grad_hidden = (float32_logits(d_logits, weight.to(dtype).t()) * factor).to(hidden.dtype)
-            if needs_weight:
-                rows = (hidden.float() * factor).to(dtype)
-                grad_weight = float32_logits(d_logits.t(), rows.t()).to(weight.dtype)
-            if needs_bias:
-                grad_bias = (d_logits.t() @ factor.to(dtype)).squeeze(-1).to(bias.dtype)
-        return grad_hidden, grad_weight, grad_bias, *([None] * 4)
-
-
-class _TorchRows:
-    """What happens to one chunk of float32 logits `[C, V]`. The Triton sibling has the same three functions."""
-
-    @staticmethod
-    def forward(
-        logits: Tensor, labels: Tensor, temperature: float, need_entropy: bool
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        logits.div_(temperature)
-        normalizer = logits.logsumexp(-1)
-        log_probs = logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1) - normalizer
-        if not need_entropy:
-            return log_probs, normalizer, None
-        log_p = logits.sub_(normalizer.unsqueeze(-1))
-        # Not a dot product: BLAS adds the whole vocabulary up in one float32, wrong in the fourth digit.
-        return log_probs, normalizer, -log_p.exp().mul_(log_p).sum(-1)
-
-    @staticmethod
-    def backward(
-        logits: Tensor,
-        labels: Tensor,
-        normalizer: Tensor,
-        entropy: Tensor,
-        grad_log_probs: Tensor,
-        grad_entropy: Tensor | None,
-        temperature: float,
-        dtype: torch.dtype,
-    ) -> Tensor:
-        log_p = logits.div_(temperature).sub_(normalizer.unsqueeze(-1))
-        d_logits = gradient_without_labels(log_p, entropy, grad_log_probs, grad_entropy)
-        d_logits.scatter_add_(-1, labels.unsqueeze(-1), grad_log_probs.unsqueeze(-1))
-        return d_logits.div_(temperature).to(dtype)
-
-    @staticmethod
-    def gradient(logits: Tensor, labels: Tensor, normalizer: Tensor, temperature: float, out: Tensor) -> None:
-        """That of the log-probs, into `out`, from the logits as `forward` leaves them."""
-        d_logits = logits.sub_(normalizer.unsqueeze(-1)).exp_().neg_()
-        out.copy_(d_logits.scatter_add_(-1, labels.unsqueeze(-1), torch.ones_like(d_logits[:, :1])).div_(temperature))
-
-
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    logits = float32_logits(hidden, weight)
-    return logits if bias is None else logits.add_(bias)
-
-
-def _triton_is_here() -> bool:
-    from importlib.util import find_spec
-
-    return find_spec("triton") is not None
-
-
-def _triton_rows() -> Any:
-    from dovetail.models.kernels.linear_log_prob import TritonRows
-
-    return TritonRows

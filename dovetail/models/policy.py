@@ -83,10 +83,12 @@ class PolicyModel(TransformerBackbone):
         use_triton: bool | None = None,
         chunk_entropy: bool = False,
         recompute_entropy: bool = False,
+        keep_head_gradient: bool | None = None,
     ) -> None:
-        """`use_triton` is for the fused head; `None` means "on CUDA, if Triton is there".
+        """`use_triton` and `keep_head_gradient` are for the fused head: see `fused_linear_log_prob`.
 
-        The last two save memory on the entropy of the plain head (`EntropyMemory`); the fused one holds no logits.
+        `chunk_entropy` and `recompute_entropy` save memory on the entropy of the plain head (`EntropyMemory`); the
+        fused one holds no logits.
         """
         super().__init__(
             hf_model,
@@ -100,6 +102,7 @@ class PolicyModel(TransformerBackbone):
         self.use_triton = use_triton
         self.chunk_entropy = chunk_entropy
         self.recompute_entropy = recompute_entropy
+        self.keep_head_gradient = keep_head_gradient
         # Models that scale or cap their logits do it after the head: the factor joins the temperature.
         self._logit_scale, self._softcap = logit_transform(hf_model)
         if use_fused_kernels and self._softcap:
@@ -235,6 +238,7 @@ class PolicyModel(TransformerBackbone):
                 chunk_size=self.head_chunk_size,
                 use_triton=self.use_triton,
                 need_sum_squares=need_sum_squares,
+                keep_gradient=self.keep_head_gradient,
             )
         logits = layer(hidden)
         if self._softcap:

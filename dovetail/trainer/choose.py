@@ -332,8 +332,8 @@ def _token_budget(choices: _Choices, key: str, shapes: Shapes, device_memory_gib
     for batch in plan.batches.passes:
         if (phase := phases.get(batch.name)) is None:
             continue
-        flexible = phase.items["activations"] + phase.items["logits"]
-        free = phase.device_bytes * (1 - _SPARE) - (phase.total - flexible)
+        flexible = phase.items["activations"] + phase.items["logits"] - phase.optional
+        free = phase.device_bytes * (1 - _SPARE) - (phase.needed - flexible)
         room = min(room, batch.tokens_per_device * max(0.0, free) / max(1.0, flexible))
     gib = plan.memory.device_bytes / GIB
     if room < least:

@@ -105,6 +105,8 @@ def build_policy(
         use_triton=_use_triton(model.fused_kernel_options.impl_backend, device),
         chunk_entropy=chunk_entropy,
         recompute_entropy=recompute_entropy,
+        # It would be copied to the host and back, which takes longer than a product.
+        keep_head_gradient=False if model.enable_activation_offload else None,
     )
     return build_backend(
         strategy_for(strategy, world_size, fsdp),

@@ -38,8 +38,8 @@ class CacheRoom:
             return None
         pool = next(layout.pool for layout in plan.layouts if layout.role == "actor")
         phases = plan.memory.phases if plan.memory is not None else ()
-        totals = [phase.total for phase in phases if phase.pool == pool and phase.name not in _NOT_TRAINING]
-        return cls(device, max(totals)) if totals else None
+        needs = [phase.needed for phase in phases if phase.pool == pool and phase.name not in _NOT_TRAINING]
+        return cls(device, max(needs)) if needs else None
 
     def holds(self, cache_bytes: int) -> bool:
         """Whether both fit into what other processes leave of the device."""

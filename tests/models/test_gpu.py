@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from dovetail.models import fused_head
 from dovetail.models.activations import activation_offload, enable_gradient_checkpointing
 from dovetail.models.attention import _Options, _sdpa_by_sequence, _torch_varlen
 from dovetail.models.compile import compile_layers
@@ -137,6 +138,22 @@ def test_a_kept_gradient_of_the_triton_head_is_as_near_to_float32_as_one_compute
         gradients = torch.autograd.grad((found.log_probs * factors).sum(), inputs)
         errors.append([(got.float() - want).norm() / want.norm() for got, want in zip(gradients, wanted, strict=True)])
     assert all(kept < 1.1 * again for again, kept in zip(*errors, strict=True)), errors
+
+
+def test_a_gradient_is_kept_only_where_it_fits_into_half_of_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden = torch.randn(512, 64, device="cuda").bfloat16().requires_grad_()
+    weight = torch.randn(8192, 64, device="cuda").bfloat16().requires_grad_()
+    labels, held, gradients = torch.randint(0, 8192, (512,), device="cuda"), [], []
+    for _ in range(2):
+        before = torch.cuda.memory_allocated()
+        found = fused_linear_log_prob(hidden, weight, labels)
+        held.append(torch.cuda.memory_allocated() - before)
+        gradients.append(torch.autograd.grad(found.log_probs.mean(), (hidden, weight)))
+        del found
+        monkeypatch.setattr(fused_head, "_free_bytes", lambda device: 0)
+    assert held[0] - held[1] == pytest.approx(2 * 512 * 8192, rel=0.01)
+    for kept, again in zip(*gradients, strict=True):
+        torch.testing.assert_close(kept, again, atol=1e-2 * again.abs().max().item(), rtol=2e-2)
 
 
 def test_packed_equals_padded_under_autocast_with_recomputation() -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
+from dovetail.models import fused_head
 from dovetail.models.head import (
     EntropyMemory,
     Float32Head,
@@ -73,6 +76,37 @@ def test_a_gradient_that_is_kept_is_that_of_the_plain_head(chunk_size: int, temp
         torch.testing.assert_close(got, want, atol=1e-5 * want.abs().max().item(), rtol=1e-5)
     with torch.no_grad():
         assert torch.equal(fused_linear_log_prob(hidden, weight, labels, **options).log_probs, kept.log_probs)
+
+
+def test_the_head_keeps_a_gradient_only_of_log_probs_alone_and_where_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rule, with rows of PyTorch in the place of Triton's."""
+    hidden, weight, _, labels = _inputs()
+    fits = True
+
+    def kept(**options: Any) -> bool:
+        saved: list[tuple[int, ...]] = []
+
+        def note(tensor: torch.Tensor) -> torch.Tensor:
+            saved.append(tuple(tensor.shape))
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            fused_linear_log_prob(hidden, weight, labels, **options)
+        return (37, 211) in saved
+
+    monkeypatch.setattr(fused_head, "_rows", lambda options: fused_head._TorchRows)
+    monkeypatch.setattr(fused_head, "_free_bytes", lambda device: 1 << 30 if fits else 0)
+    assert kept(use_triton=True)
+    assert not kept(use_triton=True, need_entropy=True)
+    assert not kept(use_triton=True, keep_gradient=False)
+    assert not kept(), "on a CPU"
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert not kept(use_triton=True), "free memory differs from run to run"
+    finally:
+        torch.use_deterministic_algorithms(False)
+    fits = False
+    assert not kept(use_triton=True)
 
 
 def test_a_kept_gradient_in_bfloat16_is_as_near_to_float32_as_one_computed_again() -> None:

@@ -212,6 +212,21 @@ def test_the_token_budget_fits_the_memory_of_the_device(tmp_path: Path, gib: flo
         assert budget > 2 * longest
 
 
+def test_the_gradient_that_the_fused_head_keeps_takes_nothing_from_the_token_budget(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN2_5_7B))
+    words = [f"model={tmp_path}", "trainer.n_gpus_per_node=8", "trainer.device=cuda", "data.max_response_length=12000"]
+    model = "actor_rollout_ref.model"
+    words += [f"{model}.use_fused_kernels=True", f"{model}.enable_gradient_checkpointing=False"]
+    budgets = []
+    for backend in ("triton", "torch"):
+        loaded = chosen(
+            [*words, f"{model}.fused_kernel_options.impl_backend={backend}"],
+            look_at_files=False, look_at_machine=False, device_memory_gib=100.0,
+        )  # fmt: skip
+        budgets.append(loaded.config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu)
+    assert budgets[0] == budgets[1] < 16384
+
+
 @pytest.mark.parametrize(("method", "section"), [("dpo", "actor_rollout_ref.actor"), ("reward", "critic")])
 def test_the_token_budget_of_preferences_holds_a_pair_and_fits_the_device(
     tmp_path: Path, method: str, section: str

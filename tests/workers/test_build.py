@@ -69,6 +69,15 @@ def test_the_fused_head_is_told_which_kernel_to_use(
     assert seen == [told]
 
 
+def test_the_fused_head_keeps_nothing_that_would_be_copied_to_the_host(tmp_path: Path) -> None:
+    model, keeps = small_model(tmp_path), []
+    for offload in (False, True):
+        keys = {"enable_gradient_checkpointing": True, "enable_activation_offload": offload}
+        actor = built(run_config(model, {f"actor_rollout_ref.model.{key}": value for key, value in keys.items()}))
+        keeps.append(next(m for m in actor.module.modules() if isinstance(m, PolicyModel)).keep_head_gradient)
+    assert keeps == [None, False]
+
+
 def test_the_actors_head_saves_memory_on_the_entropy_and_trains_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

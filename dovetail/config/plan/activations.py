@@ -82,10 +82,14 @@ def logits_bytes(shape: ModelShape, layout: RoleLayout, tokens: float, *, traini
 
 
 def fused_head_bytes(
-    shape: ModelShape, layout: RoleLayout, tokens: float, *, training: bool, accelerator: bool
+    shape: ModelShape, layout: RoleLayout, tokens: float, *, training: bool, accelerator: bool, keeps: bool = False
 ) -> float:
-    """Bytes at the peak of the fused head: one chunk of logits, its working copy, and the weight's fp32 gradient."""
+    """Bytes at the peak of the fused head: one chunk of logits, its working copy, and the weight's fp32 gradient.
+
+    One that `keeps` the gradient of all logits has a chunk beside it in forward, the weight's gradient in backward.
+    """
     chunk = FUSED_CHUNK_ACCELERATOR if accelerator else FUSED_CHUNK_CPU
     logits = min(chunk, tokens * shape.vocab_size * FP32 / layout.tensor_parallel)
     gradient = shape.vocab_size * shape.hidden_size * FP32 / layout.tensor_parallel if training else 0.0
-    return 2 * logits + gradient
+    kept = BF16 * tokens * shape.vocab_size if keeps else 0.0
+    return max(2 * logits + gradient, kept + max(logits, gradient))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from dovetail.config.fsdp import full_dtype
 from dovetail.config.plan.advice import advise
@@ -33,10 +33,16 @@ class PhaseMemory:
     stage: int | None = None
     # Set when the phase cannot run even though the sum is below the device's memory.
     obstacle: str | None = None
+    # Of the total, what is taken only because it is free: the gradient that the fused head keeps.
+    optional: float = 0.0
 
     @property
     def total(self) -> float:
         return sum(self.items.values())
+
+    @property
+    def needed(self) -> float:
+        return self.total - self.optional
 
     @property
     def fits(self) -> bool:
@@ -192,16 +198,22 @@ class _Memory:
                 rest = self.engine.weights + self.engine.workspace + self.engine.cache
             elif self.device.is_accelerator and self.rollout.name != "native":
                 rest = SLEEPING_ENGINE
+
+        def of_stage(stage: int, *, keeps_gradient: bool) -> PhaseMemory:
+            items = active.computing(stage, batch, self.device, keeps_gradient=keeps_gradient)
+            shown = stage if layout.pipeline_parallel > 1 else None
+            return self._phase(batch.name, layout.pool, {**items, "engine": rest}, active=role, at=stage, stage=shown)
+
+        phases = [of_stage(stage, keeps_gradient=False) for stage in range(layout.pipeline_parallel)]
+        if not (batch.trains and active.may_keep_gradient):
+            return phases
+        keeping = [of_stage(stage, keeps_gradient=True) for stage in range(layout.pipeline_parallel)]
+        # As much as the head takes stays free beside it.
         return [
-            self._phase(
-                batch.name,
-                layout.pool,
-                {**active.computing(stage, batch, self.device), "engine": rest},
-                active=role,
-                at=stage,
-                stage=stage if layout.pipeline_parallel > 1 else None,
-            )
-            for stage in range(layout.pipeline_parallel)
+            replace(kept, optional=kept.total - phase.total)
+            if kept.total + kept.items["logits"] <= kept.device_bytes
+            else phase
+            for phase, kept in zip(phases, keeping, strict=True)
         ]
 
     def _sync_phase(self, engine: EngineMemory) -> PhaseMemory:

@@ -34,6 +34,8 @@ class RoleMemory:
     checkpointing: bool = False
     activation_offload: bool = False
     fused_head: bool = False
+    # The fused head keeps the gradient of its logits where that fits: `dovetail.models.fused_head.gradient_fits`.
+    may_keep_gradient: bool = False
     needs_entropy: bool = False
     compiled: bool = False
 
@@ -57,11 +59,15 @@ class RoleMemory:
         """Most bytes that one device moves to host memory."""
         return max(sum(getattr(states, item) for item in self.on_host) for states in self.stages)
 
-    def computing(self, stage: int, batch: PassBatches, device: Device) -> dict[str, float]:
+    def computing(
+        self, stage: int, batch: PassBatches, device: Device, *, keeps_gradient: bool = False
+    ) -> dict[str, float]:
         """Bytes by item on a device of `stage` while the role makes this pass."""
         states, shape, layout, tokens = self.at(stage), self.shape, self.layout, batch.tokens_per_device
         on_device = not self.always_on_host
-        logits = self._head(tokens, device, training=batch.trains) if states.holds_head else 0.0
+        logits = 0.0
+        if states.holds_head:
+            logits = self._head(tokens, device, training=batch.trains, keeps=keeps_gradient)
         if batch.trains:
             activations = training_activations(
                 shape,
@@ -90,10 +96,12 @@ class RoleMemory:
             "logits": logits,
         }
 
-    def _head(self, tokens: float, device: Device, *, training: bool) -> float:
+    def _head(self, tokens: float, device: Device, *, training: bool, keeps: bool) -> float:
         if self.fused_head:
             accelerator = device.is_accelerator
-            return fused_head_bytes(self.shape, self.layout, tokens, training=training, accelerator=accelerator)
+            return fused_head_bytes(
+                self.shape, self.layout, tokens, training=training, accelerator=accelerator, keeps=keeps
+            )
         return logits_bytes(self.shape, self.layout, tokens, training=training, entropy=self.needs_entropy)
 
 
@@ -113,7 +121,13 @@ def role_memories(
         if layout.is_megatron:
             dense = not shapes.policy.is_moe and shapes.policy.latent_cache_width is None
             compiled = compiled and dense and actor.megatron.has_plain_layers
-        roles["actor"] = replace(memory, fused_head=fused, needs_entropy=actor.needs_entropy, compiled=compiled)
+        roles["actor"] = replace(
+            memory,
+            fused_head=fused,
+            may_keep_gradient=device.is_accelerator and _may_keep_gradient(config, memory),
+            needs_entropy=actor.needs_entropy,
+            compiled=compiled,
+        )
         # With LoRA the reference is the actor with its adapters switched off: no second copy.
         reference = shapes.teacher if config.distills else None if policy.model.uses_lora else shapes.policy
         if "ref" in layouts and reference is not None:
@@ -128,6 +142,16 @@ def role_memories(
         shape = _with_value_head(shapes.reward)
         roles["reward_model"] = _role_memory(reward, layouts["reward_model"], shape)
     return roles
+
+
+def _may_keep_gradient(config: DovetailConfig, actor: RoleMemory) -> bool:
+    policy = config.actor_rollout_ref
+    has_kernels = config.trainer.device != "npu" and policy.model.fused_kernel_options.impl_backend != "torch"
+    has_fused_head = policy.model.use_fused_kernels and not policy.rollout.keep_sampling_mask
+    is_other_head = policy.rollout.exact or actor.layout.tensor_parallel > 1
+    offloads = actor.activation_offload and not actor.layout.is_megatron
+    is_off = policy.actor.needs_entropy or offloads or config.trainer.full_determinism
+    return has_kernels and has_fused_head and not is_other_head and not is_off
 
 
 def teacher_layer_bytes(config: DovetailConfig, shapes: Shapes) -> float:

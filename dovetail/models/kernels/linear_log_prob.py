@@ -17,7 +17,7 @@ _NUM_WARPS = 8
 
 
 class TritonRows:
-    """Same three functions as the PyTorch rows of `dovetail.models.head`."""
+    """Same three functions as the PyTorch rows of `dovetail.models.fused_head`."""
 
     @staticmethod
     def forward(

@@ -9,6 +9,7 @@ import pytest
 from dovetail.config import load_config
 from dovetail.config.plan import Plan, make_plan, shape_from_config
 from dovetail.config.plan.engine_memory import LOGIT_ROWS, PAGE
+from dovetail.config.plan.memory import PhaseMemory
 from dovetail.rollout.native.cuda import decoder
 from dovetail.rollout.native.cuda.batch import PagedBatch
 
@@ -29,7 +30,7 @@ QWEN2_5_1_5B = {
 }
 
 
-def plan_of(*more: str) -> Plan:
+def plan_of(*more: str, device_memory_gib: float = 139.8) -> Plan:
     policy = "actor_rollout_ref"
     config = load_config(
         overrides=[
@@ -52,7 +53,7 @@ def plan_of(*more: str) -> Plan:
             *more,
         ]
     ).config
-    return make_plan(config, shape_from_config(QWEN2_5_1_5B), device_memory_gib=139.8)
+    return make_plan(config, shape_from_config(QWEN2_5_1_5B), device_memory_gib=device_memory_gib)
 
 
 def rollout_items(plan: Plan) -> dict[str, float]:
@@ -65,13 +66,60 @@ def plan() -> Plan:
     return plan_of()
 
 
-# GiB on the device, the driver's own included. The update's without the 9.62 GiB of the cache, which stayed.
+def phase_of(plan: Plan, name: str) -> PhaseMemory:
+    assert plan.memory is not None
+    return next(found for found in plan.memory.phases if found.name == name)
+
+
+# GiB on the device, the driver's own included. The update's without the 9.62 GiB of the cache, which stayed, and
+# without the gradient that the head keeps.
 @pytest.mark.parametrize(("phase", "measured"), [("rollout", 31.05), ("update actor", 78.37 - 9.62)])
 def test_a_phase_takes_what_was_planned_within_a_tenth(plan: Plan, phase: str, measured: float) -> None:
-    assert plan.memory is not None
-    planned = next(found.total for found in plan.memory.phases if found.name == phase) / GIB
+    planned = phase_of(plan, phase).needed / GIB
     assert planned == pytest.approx(measured, rel=0.1)
     assert planned > measured, "too little would be found out by running out of memory"
+
+
+def test_the_gradient_that_the_head_keeps_takes_what_was_planned_within_a_tenth(plan: Plan) -> None:
+    measured = 65.2 - 61.5  # peaks of the update with and without it
+    planned = phase_of(plan, "update actor").optional / GIB
+    assert planned == pytest.approx(measured, rel=0.1)
+    assert planned > measured
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "actor_rollout_ref.actor.entropy_coeff=0.01",
+        "actor_rollout_ref.actor.calculate_entropy=True",
+        "actor_rollout_ref.model.use_fused_kernels=False",
+        "actor_rollout_ref.model.fused_kernel_options.impl_backend=torch",
+        "actor_rollout_ref.rollout.keep_sampling_mask=True",
+        "trainer.full_determinism=True",
+    ],
+)
+def test_a_head_that_keeps_no_gradient_is_planned_without_it(plan: Plan, setting: str) -> None:
+    assert phase_of(plan_of(setting), "update actor").optional == 0
+
+
+def test_no_gradient_is_kept_beside_offloaded_activations(plan: Plan) -> None:
+    model = "actor_rollout_ref.model"
+    checkpointing = plan_of(f"{model}.enable_gradient_checkpointing=True")
+    offloading = plan_of(f"{model}.enable_gradient_checkpointing=True", f"{model}.enable_activation_offload=True")
+    assert phase_of(checkpointing, "update actor").optional == phase_of(plan, "update actor").optional
+    assert phase_of(offloading, "update actor").optional == 0
+
+
+def test_a_kept_gradient_is_planned_where_as_much_as_the_head_takes_stays_free(plan: Plan) -> None:
+    """So a plan that fits without it never fails for it."""
+    kept = phase_of(plan, "update actor")
+    least = (kept.total + kept.items["logits"]) / GIB
+    for gib, optional in ((least + 0.01, kept.optional), (least - 0.01, 0.0), (kept.needed / GIB + 0.01, 0.0)):
+        tight = plan_of(device_memory_gib=gib)
+        found = phase_of(tight, "update actor")
+        assert found.optional == optional
+        assert found.fits
+        assert found.needed == pytest.approx(kept.needed)
 
 
 def test_the_cache_is_counted_in_the_pages_of_the_engine(plan: Plan) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from dovetail.config.plan.activations import (
     fused_head_bytes,
@@ -17,6 +19,8 @@ from dovetail.config.plan.layout import RoleLayout
 from dovetail.config.plan.model_shape import shape_from_config
 from dovetail.config.plan.stages import pipeline_stages, stage_sizes
 from dovetail.config.plan.states import Precision, lora_share, model_states
+from dovetail.models import fused_head
+from dovetail.models.head import chunk_rows
 from tests.config.plan import known_models as known
 
 pytestmark = pytest.mark.unit
@@ -191,3 +195,15 @@ def test_the_fused_head_holds_two_chunks_and_a_gradient_however_many_tokens() ->
     for tokens in (32768, 131072):
         fused = fused_head_bytes(shape, ALONE, tokens, training=True, accelerator=True)
         assert fused == 2 * 1024**3 + 4 * 152064 * 3584
+
+
+def test_the_head_keeps_a_gradient_where_it_takes_half_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the bytes that the plan counts, whether a chunk of logits or the weight's gradient is larger."""
+    for hidden_size in (1024, 3584):
+        shape = replace(shape_from_config(known.QWEN2_5_7B), vocab_size=1 << 17, hidden_size=hidden_size)
+        takes = fused_head_bytes(shape, ALONE, 20480, training=True, accelerator=True, keeps=True)
+        hidden = torch.zeros(1, dtype=torch.bfloat16).expand(20480, hidden_size)
+        weight = torch.zeros(1).expand(1 << 17, hidden_size)
+        for free, fits in ((2 * takes, True), (2 * takes - 1, False)):
+            monkeypatch.setattr(fused_head, "_free_bytes", lambda device, free=free: free)
+            assert fused_head.gradient_fits(hidden, weight, chunk_rows(1 << 17, torch.device("cuda"))) == fits
