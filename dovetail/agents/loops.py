@@ -103,7 +103,7 @@ def as_loop(loop: Callable[..., Any]) -> AgentLoop:
         from dovetail.agents.verl.run_loop import verl_loop
 
         return verl_loop(loop)
-    if "data" in names:
+    if "data" in names and "session" not in names:
         from dovetail.agents.endpoint import data_agent
 
         return data_agent(loop)

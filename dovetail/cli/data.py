@@ -78,11 +78,17 @@ def _generate(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
 
 def _convert(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
     from dovetail.data import prepare
+    from dovetail.data.errors import DataError
 
     if args.kind == "jsonl":
         return _convert_jsonl(args)
     made = {}
     for split in args.splits:
+        if made and args.source is not None and not prepare.has_splits(args.source):
+            raise DataError(
+                f"{args.source} would be {' and '.join(args.splits)} alike; say which split it is (--splits {split}), "
+                "or give a folder with a file for each."
+            )
         source = prepare.GSM8K_SOURCE if args.kind == "gsm8k" else prepare.MATH_SOURCE
         raw = prepare.published_rows(source, args.source, split)
         options = {"system": args.system} | ({} if args.instruction is None else {"instruction": args.instruction})

@@ -65,9 +65,9 @@ def split_arguments(items: Sequence[str]) -> tuple[list[Path], list[str]]:
 
 def sets_known_key(text: str) -> bool:
     """Whether a text that may be anything else, such as a prompt, is an override of a key that a section or a short
-    name has."""
+    name has. Code and equations have spaces around the sign, or several lines."""
     match = _SET.fullmatch(text)
-    if match is None:
+    if match is None or "\n" in text or re.search(r"\s=|=\s", text):
         return False
     section, has_dot, _ = match[2].partition(".")
     return section in DovetailConfig.model_fields if has_dot else section in {*SHORT_NAMES, *USUAL_NAMES}

@@ -150,10 +150,16 @@ def published_rows(source: str, path: str | None, split: str) -> list[dict[str, 
         raise DataNotHereError(f"{error} `dovetail data` also takes a copy of the FOLDER of {copied}.") from error
 
 
+def has_splits(path: str) -> bool:
+    """Whether it is a folder of files, each named after its split. `datasets.save_to_disk` leaves one data set."""
+    folder = Path(path).expanduser()
+    return folder.is_dir() and not (folder / "state.json").exists()
+
+
 def all_rows(path: str, split: str) -> list[dict[str, Any]]:
     """All rows of a file, here or on the hub, or of the file in a folder whose name begins with the split."""
     folder, files = Path(path).expanduser(), [path]
-    if folder.is_dir() and not (folder / "state.json").exists():
+    if has_splits(path):
         files = sorted(str(file) for file in folder.rglob(f"{split}*") if file.suffix in ENDINGS)
         if not files:
             raise DataError(f"{folder} has no file {split}*.jsonl or {split}*.parquet; give the file itself.")

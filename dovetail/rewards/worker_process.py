@@ -55,7 +55,7 @@ def main(fd: int, start_file: int) -> None:
             importlib.import_module(module)
         loaded = [load_function(spec, start.arguments, start.columns) for spec in start.specs]
         decode = _no_decoder if start.decoder is None else start.decoder.load()
-    except Exception as error:  # noqa: BLE001  the process boundary: the driver raises it
+    except (Exception, SystemExit) as error:  # noqa: BLE001  the process boundary: the driver raises it
         # These say all there is to say; other code that fails has a traceback of its own.
         is_plain = isinstance(error, (UserCodeError, RewardError))
         _send(connection, 0, ("unusable", str(error)) if is_plain else ("exception", traceback.format_exc()))
@@ -124,7 +124,7 @@ async def _reply_in_time(
                 for function, spec in zip(functions, start.specs, strict=True)
             ]
         return "result", with_texts(combine_results(results, start.specs), texts)
-    except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001  as in `_reply`; nobody else cancels a call
+    except (Exception, SystemExit, asyncio.CancelledError) as error:  # noqa: BLE001  as in `_reply`; only we cancel
         if limit.expired():
             return "timeout", None
         return "exception", _users_part(error) + _lacking_truth(error, call)
@@ -160,7 +160,7 @@ def _reply(
     try:
         decoded, texts = decode_call(call, decode)
         return "result", with_texts(score(decoded), texts)
-    except Exception as error:  # noqa: BLE001  the process boundary: the row is marked as failed
+    except (Exception, SystemExit) as error:  # noqa: BLE001  the process boundary: the row is marked as failed
         return "exception", _users_part(error) + _lacking_truth(error, call)
 
 

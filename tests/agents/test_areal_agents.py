@@ -10,6 +10,7 @@ import pytest
 
 from dovetail.agents.endpoint import black_box
 from dovetail.agents.loops import as_loop, get_loop, load_loops
+from dovetail.agents.session import Session
 from dovetail.agents.types import Task, Trajectory
 from tests.agents.test_endpoint import HELLO, ScriptedEngine, run_agent
 
@@ -63,6 +64,14 @@ def test_a_class_without_kwargs_gets_what_it_names_and_returns_one_reward() -> N
 
     trajectory = run_agent(as_loop(Brief), ScriptedEngine("42"))
     assert (trajectory.outcome, trajectory.reward, _turn_rewards(trajectory)) == ("finished", 1.0, [[]])
+
+
+def test_a_class_with_a_session_is_our_own_whatever_it_calls_the_task() -> None:
+    class Own:
+        async def run(self, data: Task, session: Session) -> float:
+            return float((await session.chat(data.messages)).text == "42")
+
+    assert run_agent(as_loop(Own), ScriptedEngine("42")).reward == 1.0
 
 
 @pytest.mark.parametrize(

@@ -210,17 +210,30 @@ async def test_schemas_are_those_of_the_file_and_the_prompt_shows_the_same(tool_
     assert (plain["function"]["name"], calculator["function"]["name"]) == ("plain", "calculator")
 
 
-def test_tool_selection_of_a_row_chooses(tmp_path: Path) -> None:
-    from dovetail.agents.verl.adapters import VerlToolbox
+@pytest.mark.parametrize("selected", [["check"], ["calculator", "plain"], []])
+def test_tool_selection_of_a_row_chooses_among_all_tools(tool_yaml: str, selected: list[str]) -> None:
+    toolbox = load_toolbox(tool_config_path=tool_yaml)
+    assert toolbox is not None
+    task = Task([], ROW | {"tool_selection": selected})
+    tools, _ = asyncio.run(toolbox.open(task))
+    assert sorted(schema["function"]["name"] for schema in tools.schemas) == selected
+    other = next(name for name in ("check", "calculator") if name not in selected)
+    (result,) = play(toolbox, task, ToolCall(other, {}))
+    assert f"there is no tool '{other}'" in result.text
+    with pytest.raises(ToolError, match=r"tool_selection names \['look'\]; the tools are \['calculator', 'check', 'pl"):
+        play(toolbox, Task([], {"extra_info": {"tool_selection": ["look"]}}))
 
-    file = write(tmp_path, "my_tools.py", TOOL)
-    text = YAML.format(file=file).split('  - class_name: "')
-    toolbox = load_tool_file(write(tmp_path, "tools.yaml", f'{text[0]}  - class_name: "{text[1]}'))[0]
-    assert isinstance(toolbox, VerlToolbox)
-    (result,) = play(toolbox, Task([], {"extra_info": {"tool_selection": []}}), ToolCall("check", {"answer": "7"}))
+
+def test_tool_selection_chooses_among_functions(tmp_path: Path) -> None:
+    file = write(
+        tmp_path, "mine.py", "from dovetail.agents import tool\n@tool\ndef one() -> int:\n    'One.'\n    return 1\n"
+    )
+    toolbox = load_toolbox(function_tool_path=file)
+    assert toolbox is not None
+    (result,) = play(toolbox, Task([]), ToolCall("one", {}))
+    assert result.text == "1"
+    (result,) = play(toolbox, Task([], {"tool_selection": []}), ToolCall("one", {}))
     assert "the tools are none" in result.text
-    with pytest.raises(ToolError, match=r"tool_selection names \['look'\]; the tools are \['check'\]"):
-        play(toolbox, Task([], {"tool_selection": ["look"]}))
 
 
 def test_function_tools_of_both_kinds(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

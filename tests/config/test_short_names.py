@@ -10,6 +10,7 @@ import pytest
 
 from dovetail.config import ConfigError, DovetailConfig, load_config
 from dovetail.config.keys import find_key
+from dovetail.config.overrides import sets_known_key
 from dovetail.config.translate.peers import AREAL_NAMES, OPENRLHF_NAMES, SLIME_NAMES, USUAL_NAMES
 from dovetail.config.translate.short import SHORT_NAMES
 
@@ -21,6 +22,21 @@ RULE = {"path": "pkg://dovetail.rewards.registry", "name": "score_by_rule", "kwa
 
 def flat(**values: Any) -> dict[str, Any]:
     return {name.replace("__", "."): value for name, value in values.items()}
+
+
+@pytest.mark.parametrize(
+    ("text", "sets"),
+    [
+        ("lr=1e-6", True),
+        ("data.system_prompt=Be brief.", True),
+        ("x=5", False),
+        ("model = LinearRegression()", False),
+        ("data.columns= ['a']", False),
+        ("data=[1,2]\nprint(data)", False),
+    ],
+)
+def test_prompts_with_equations_and_code_are_not_taken_for_settings(text: str, sets: bool) -> None:
+    assert sets_known_key(text) is sets
 
 
 @pytest.mark.parametrize(

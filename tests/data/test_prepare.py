@@ -267,6 +267,15 @@ def test_wrong_data_ends_the_command_with_one_line(tmp_path: Path, capsys: pytes
     assert not (tmp_path / "out").exists()
 
 
+def test_one_file_is_not_taken_for_both_splits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "all.jsonl").write_text("\n".join(json.dumps(row) for row in RAW))
+    command = ["data", "gsm8k", str(tmp_path / "all.jsonl"), "--out", str(tmp_path / "out")]
+    assert main(command) == 2
+    assert "all.jsonl would be train and test alike" in capsys.readouterr().err
+    assert main([*command, "--splits", "test"]) == 0
+    assert [file.name for file in (tmp_path / "out").iterdir()] == ["test.parquet"]
+
+
 def test_math_takes_the_boxed_answer_as_truth() -> None:
     row = math_rows(MATH_RAW, "train", last_boxed)[0]
     assert row["reward_model"]["ground_truth"] == r"\frac{1}{2}"

@@ -6,6 +6,7 @@ import asyncio
 import ctypes
 import os
 import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -55,6 +56,8 @@ def misbehave(data_source: str, solution_str: str, ground_truth: Any, extra_info
         ctypes.string_at(0)
     if solution_str == "exit":
         os._exit(7)
+    if solution_str == "sys.exit":
+        sys.exit(3)
     if solution_str == "raise":
         raise KeyError("the judge is unreachable")
     if solution_str == "lambda":

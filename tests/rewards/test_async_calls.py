@@ -79,7 +79,8 @@ def test_who_shared_a_process_that_was_killed_is_scored_alone(
 
 
 def test_an_error_is_its_calls_own(make: Callable[..., KillablePool]) -> None:
-    raised, unsendable, broken, good = outcomes(make(), "raise", "lambda", "unpicklable", "0.1")
+    raised, exited, unsendable, broken, good = outcomes(make(), "raise", "sys.exit", "lambda", "unpicklable", "0.1")
+    assert "SystemExit: 3" in exited.detail
     assert (raised.kind, unsendable.kind, broken.kind, good["score"]) == (*["exception"] * 3, 0.5)
     assert "cannot be sent: it has no pickle" in broken.detail
     assert "TimeoutError: the judge does not answer" in raised.detail

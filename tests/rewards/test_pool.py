@@ -39,6 +39,7 @@ def pool() -> Iterator[KillablePool]:
         ("sleep", "timeout", "going to sleep"),
         ("segfault", "crash", "SIGSEGV"),
         ("exit", "crash", "exit code 7"),
+        ("sys.exit", "exception", "SystemExit: 3"),
         ("raise", "exception", "the judge is unreachable"),
         ("nan", "exception", "the reward is nan"),
         ("inf", "exception", "the reward is inf"),
@@ -130,10 +131,14 @@ def test_a_function_that_cannot_be_used_is_an_error_at_the_start(spec: FunctionS
         KillablePool([spec], num_workers=1, timeout_seconds=1)
 
 
-def test_a_file_that_fails_while_imported_is_an_error_at_the_start(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("import no_such_library", "No module named 'no_such_library'"), ("exit(2)", "line 1: SystemExit: 2")],
+)
+def test_a_file_that_fails_while_imported_is_an_error_at_the_start(tmp_path: Path, text: str, words: str) -> None:
     file = tmp_path / "reward.py"
-    file.write_text("import no_such_library\n")
-    with pytest.raises(RewardError, match="No module named 'no_such_library'"):
+    file.write_text(f"{text}\n")
+    with pytest.raises(RewardError, match=words):
         KillablePool([FunctionSpec(str(file), "compute_score")], num_workers=1, timeout_seconds=1)
 
 

@@ -55,11 +55,7 @@ class VerlToolbox(Toolbox):
         self._tools = {schema_of(tool)["function"]["name"]: tool for tool in tools}
 
     async def open(self, task: Task, state: Any = None) -> tuple[OpenVerlTools, list[Message]]:
-        selected = extra_of(task, "tool_selection")
-        if unknown := set(selected if selected is not None else ()) - self._tools.keys():
-            raise ToolError(f"tool_selection names {sorted(unknown)}; the tools are {sorted(self._tools)}.")
-        tools = {name: tool for name, tool in self._tools.items() if selected is None or name in selected}
-        return OpenVerlTools(tools, task), []
+        return OpenVerlTools(self._tools, task), []
 
 
 class OpenVerlTools(OpenTools):
