@@ -16,6 +16,7 @@ import numpy as np
 from dovetail.agents.stream import Agents, AgentStream
 from dovetail.config.rollout import RolloutConfig
 from dovetail.protocol import DataProto
+from dovetail.protocol.columns import as_array
 from dovetail.protocol.routed_experts import ROUTED_EXPERTS
 from dovetail.protocol.sampling_mask import SAMPLING_MASK, cut_mask, join_masks
 from dovetail.rollout.assemble import NO_VERSION, assemble
@@ -55,11 +56,13 @@ class GroupStream(OpenGroups[_Group, list[GenerationRequest]]):
         With a `snapshot`, go on from what it has of these prompts.
         """
         uids = [str(uid) for uid in prompts.non_tensor_batch["uid"]]
-        if snapshot is not None and (SAMPLING_MASK in snapshot) != self._rollout.keep_sampling_mask:
-            raise ValueError(
-                f"rollout.keep_sampling_mask={self._rollout.keep_sampling_mask}, and the checkpoint's unfinished "
-                "responses were begun with the other value; continue with that, or start from its exported model."
-            )
+        for name, column in (("keep_sampling_mask", SAMPLING_MASK), ("enable_rollout_routing_replay", ROUTED_EXPERTS)):
+            value = getattr(self._rollout, name)
+            if snapshot is not None and (column in snapshot) != value:
+                raise ValueError(
+                    f"rollout.{name}={value}, and the checkpoint's unfinished responses were begun with the other "
+                    "value; continue with that, or start from its exported model."
+                )
         known = _results_by_uid(snapshot, set(uids))
         groups: list[_Group] = []
         requests: dict[str, list[GenerationRequest]] = {}
@@ -107,7 +110,7 @@ class GroupStream(OpenGroups[_Group, list[GenerationRequest]]):
                     if self._by_request.get(name) is group
                 }
                 rows += [(group.uid, result) for result in (group.begun | running | group.results).values()]
-        return _as_rows(rows, self._pad_token_id)
+        return _as_rows(rows, self._pad_token_id, keep_experts=self._rollout.enable_rollout_routing_replay)
 
     def _has_begun(self, group: _Group) -> bool:
         return bool(group.begun or group.results)
@@ -203,14 +206,17 @@ def _joined(begun: GenerationResult | None, result: GenerationResult) -> Generat
     )
 
 
-def _as_rows(rows: list[tuple[str, GenerationResult]], pad_token_id: int) -> DataProto | None:
-    """Responses of samples as a batch that can be sent and saved; prompts are left out."""
+def _as_rows(rows: list[tuple[str, GenerationResult]], pad_token_id: int, *, keep_experts: bool) -> DataProto | None:
+    """Responses of samples as a batch that can be sent and saved; prompts are left out. With `keep_experts` it has
+    the column also where no response has finished, as the snapshots of other engines may have it."""
     if not rows:
         return None
     batch = assemble([[] for _ in rows], [result for _, result in rows], pad_token_id=pad_token_id, prompt_length=1)
     kept = batch.select(batch_keys=["responses", "response_mask", "rollout_log_probs", "weight_version"])
     names = np.array([uid for uid, _ in rows], dtype=object)
     indices = np.array([result.sample_index for _, result in rows], dtype=np.int64)
+    if keep_experts:
+        kept.non_tensor_batch[ROUTED_EXPERTS] = as_array([result.routed_experts for _, result in rows])
     return kept.union(DataProto.from_dict(non_tensors={"uid": names, "sample_index": indices}))
 
 

@@ -167,10 +167,14 @@ def test_validation_keeps_no_experts(folder: Path) -> None:
     assert ROUTED_EXPERTS in generated(folder, rollout(), torch.float32, do_sample=False)
 
 
+def stream_of(folder: Path, settings: RolloutConfig) -> GroupStream:
+    engine = NativeEngine(str(folder), dtype=torch.float32, max_num_seqs=4, keep_experts=True)
+    return GroupStream(engine, settings, pad_token_id=0)
+
+
 def test_a_response_that_is_continued_elsewhere_has_the_experts_of_one_that_is_not(folder: Path) -> None:
     def stream() -> GroupStream:
-        engine = NativeEngine(str(folder), dtype=torch.float32, max_num_seqs=4, keep_experts=True)
-        return GroupStream(engine, rollout(), pad_token_id=0)
+        return stream_of(folder, rollout())
 
     whole = stream()
     whole.start(prompts())
@@ -194,3 +198,38 @@ def test_a_response_that_is_continued_elsewhere_has_the_experts_of_one_that_is_n
     }
     for ids, experts in zip(found.tensors["input_ids"].tolist(), found.non_tensor_batch[ROUTED_EXPERTS], strict=True):
         assert np.array_equal(np.sort(experts), np.sort(by_tokens[tuple(ids)]))
+
+
+def test_snapshots_of_several_engines_go_on_whether_or_not_a_response_of_each_has_finished(
+    folder: Path, tmp_path: Path
+) -> None:
+    under_way, done = stream_of(folder, rollout()), stream_of(folder, rollout())
+    under_way.start(prompts().slice(0, 1))
+    under_way._begin(["g0"])
+    looks = iter([False] * 3)
+    under_way._stream._engine.wait(lambda: next(looks, True))  # a step for each look
+    done.start(prompts().slice(1, 3))
+    done.run(2)
+    snapshots = [stream.snapshot() for stream in (under_way, done)]
+    reasons = [set(part.non_tensor_batch["finish_reason"]) for part in snapshots if part is not None]
+    assert reasons == [{"running"}, {"length"}]
+    DataProto.concat([part for part in snapshots if part is not None]).save_to_disk(tmp_path / "rows")
+
+    again = stream_of(folder, rollout())
+    again.start(prompts().slice(0, 3), DataProto.load_from_disk(tmp_path / "rows"))
+    again.run(3)
+    taken = again.take()
+    assert taken is not None
+    lengths = taken.tensors["attention_mask"].sum(dim=1)
+    assert [len(experts) + 1 for experts in taken.non_tensor_batch[ROUTED_EXPERTS]] == lengths.tolist()
+
+
+def test_a_checkpoint_of_the_other_setting_is_refused_by_name(folder: Path) -> None:
+    settings = rollout()
+    begun = stream_of(folder, settings)
+    begun.start(prompts())
+    begun.run(3)
+    snapshot = begun.snapshot()
+    without = settings.model_copy(update={"enable_rollout_routing_replay": False})
+    with pytest.raises(ValueError, match="enable_rollout_routing_replay=False, and the checkpoint"):
+        stream_of(folder, without).start(prompts(), snapshot)
