@@ -20,7 +20,7 @@ from dovetail.protocol.columns import as_array
 from dovetail.protocol.routed_experts import ROUTED_EXPERTS
 from dovetail.protocol.sampling_mask import SAMPLING_MASK, cut_mask, join_masks
 from dovetail.rollout.assemble import NO_VERSION, assemble
-from dovetail.rollout.base import GenerationRequest, GenerationResult, RolloutEngine
+from dovetail.rollout.base import GenerationRequest, GenerationResult, RolloutEngine, SamplingParams
 from dovetail.rollout.open_groups import OpenGroups
 from dovetail.workers.generation import answers_of, requests_of
 
@@ -75,7 +75,7 @@ class GroupStream(OpenGroups[_Group, list[GenerationRequest]]):
                 continue
             for index, before in known[uid].items():
                 if index < request.sampling.n:  # a run may go on with fewer responses, and with shorter ones
-                    result = _cut(before, request.sampling.max_new_tokens)
+                    result = _cut(before, request.sampling)
                     (group.begun if result.finish_reason == "running" else group.results)[index] = result
             unfinished = [index for index in range(request.sampling.n) if index not in group.results]
             requests[uid] = [_continued(group, index) for index in unfinished]
@@ -167,16 +167,22 @@ def own_rows(prompts: DataProto, engine: int) -> DataProto:
     return prompts.select_idxs(np.flatnonzero(prompts.non_tensor_batch["engine"] == engine))
 
 
-def _cut(result: GenerationResult, length: int) -> GenerationResult:
-    """The response, ended where it has more tokens than it may have now, or runs and may have no more."""
-    if len(result.token_ids) + (result.finish_reason == "running") <= length:
+def _cut(result: GenerationResult, sampling: SamplingParams) -> GenerationResult:
+    """The response, ended where it has more tokens than it may have now, or runs and may have no more.
+
+    With `keep_experts` one that runs has its last token written again: the engine that ends it says its experts.
+    """
+    runs = result.finish_reason == "running"
+    goes_on = runs and sampling.keep_experts
+    length = sampling.max_new_tokens - goes_on
+    if len(result.token_ids) + (runs and not goes_on) <= length:
         return result
     return replace(
         result,
         token_ids=result.token_ids[:length],
         log_probs=result.log_probs[:length],
         weight_versions=result.weight_versions[:length],
-        finish_reason="length",
+        finish_reason="running" if goes_on else "length",
         sampling_mask=cut_mask(result.sampling_mask, length),
     )
 

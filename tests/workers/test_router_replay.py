@@ -224,6 +224,24 @@ def test_snapshots_of_several_engines_go_on_whether_or_not_a_response_of_each_ha
     assert [len(experts) + 1 for experts in taken.non_tensor_batch[ROUTED_EXPERTS]] == lengths.tolist()
 
 
+def test_a_response_that_may_have_no_more_tokens_after_a_resume_has_experts(folder: Path) -> None:
+    """The engine that ends a response says its experts."""
+    begun = stream_of(folder, rollout())
+    begun.start(prompts().slice(0, 1))
+    begun._begin(["g0"])
+    looks = iter([False] * 10)
+    begun._stream._engine.wait(lambda: next(looks, True))
+    snapshot = begun.snapshot()
+    assert snapshot is not None
+    again = stream_of(folder, rollout(response_length=4))
+    again.start(prompts().slice(0, 1), snapshot)
+    again.run(1)
+    taken = again.take()
+    assert taken is not None
+    assert taken.tensors["responses"].tolist() == snapshot.tensors["responses"][:, :4].tolist()
+    assert [len(experts) for experts in taken.non_tensor_batch[ROUTED_EXPERTS]] == [2 + 3] * 4
+
+
 def test_a_checkpoint_of_the_other_setting_is_refused_by_name(folder: Path) -> None:
     settings = rollout()
     begun = stream_of(folder, settings)
