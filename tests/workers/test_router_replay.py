@@ -14,7 +14,7 @@ from dovetail.protocol import DataProto
 from dovetail.protocol.routed_experts import ROUTED_EXPERTS
 from dovetail.rollout.native.engine import NativeEngine
 from dovetail.workers.actor import DataParallelPPOActor
-from dovetail.workers.build import build_policy
+from dovetail.workers.build import build_actor, build_policy
 from dovetail.workers.generation import answers_of, requests_of
 from dovetail.workers.group_stream import GroupStream
 from dovetail.workers.micro_batches import MicroBatchLimit
@@ -165,6 +165,12 @@ def test_at_equal_weights_and_dtypes_engine_and_trainer_agree_with_and_without(f
 def test_validation_keeps_no_experts(folder: Path) -> None:
     assert ROUTED_EXPERTS not in generated(folder, rollout(), torch.float32, validate=True)
     assert ROUTED_EXPERTS in generated(folder, rollout(), torch.float32, do_sample=False)
+
+
+def test_methods_that_sample_nothing_train_a_model_without_experts_whatever_the_mode(tmp_path: Path) -> None:
+    """Where the mode is said to have no effect, as for a run file that supervised fine-tuning shares."""
+    policy = run_config(small_model(tmp_path, "llama"), {f"{ACTOR}.router_replay.mode": "R2"}).actor_rollout_ref
+    build_actor(policy, 1, world_size=1, device=torch.device("cpu"))
 
 
 def stream_of(folder: Path, settings: RolloutConfig) -> GroupStream:
