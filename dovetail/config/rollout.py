@@ -253,7 +253,10 @@ class RolloutConfig(SamplingConfig):
         False,
         "Return the experts that each token was sent to, for actor.router_replay.mode=R3, which sets this.",
         rules=(
-            unused("only actor.router_replay.mode=R3 reads them", when_not(f"{_ACTOR}.router_replay.mode", "R3")),
+            unsupported(
+                f"only {_ACTOR}.router_replay.mode=R3 replays them; set that mode, or leave this key out",
+                when=when_not(f"{_ACTOR}.router_replay.mode", "R3"),
+            ),
             unsupported("other engines' experts are not read; use name=native, or mode=R2", when=_not_native),
             unsupported("turns of conversations keep no experts", when=when_is(f"{_ROLLOUT}.uses_agents", True)),
         ),

@@ -63,6 +63,7 @@ class ActorRolloutRefWorker(CheckpointedRole):
                 policy,
                 total_training_steps,
                 world_size=self.world_size,
+                replays_routing=self.config.replays_routing,
                 device=self.device,
             )
             self.actor = self._actor_of(actor_backend)

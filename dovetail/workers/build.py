@@ -127,6 +127,7 @@ def build_actor(
     total_training_steps: int,
     *,
     world_size: int,
+    replays_routing: bool = False,
     device: torch.device,
 ) -> TrainBackend:
     """The policy that is trained. `total_training_steps` is the length of its schedule where the config has none."""
@@ -148,7 +149,7 @@ def build_actor(
         share_prefixes=actor.use_prefix_grouper,
         exact=policy.rollout.exact,
         fp32_head=policy.rollout.fp32_lm_head,
-        replays_routing=actor.router_replay.mode != "disabled",
+        replays_routing=replays_routing,
         longest_row=policy.rollout.context_length,
         device=device,
     )

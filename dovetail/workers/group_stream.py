@@ -16,10 +16,11 @@ import numpy as np
 from dovetail.agents.stream import Agents, AgentStream
 from dovetail.config.rollout import RolloutConfig
 from dovetail.protocol import DataProto
+from dovetail.protocol.columns import as_array
 from dovetail.protocol.routed_experts import ROUTED_EXPERTS
 from dovetail.protocol.sampling_mask import SAMPLING_MASK, cut_mask, join_masks
 from dovetail.rollout.assemble import NO_VERSION, assemble
-from dovetail.rollout.base import GenerationRequest, GenerationResult, RolloutEngine
+from dovetail.rollout.base import GenerationRequest, GenerationResult, RolloutEngine, SamplingParams
 from dovetail.rollout.open_groups import OpenGroups
 from dovetail.workers.generation import answers_of, requests_of
 
@@ -55,11 +56,13 @@ class GroupStream(OpenGroups[_Group, list[GenerationRequest]]):
         With a `snapshot`, go on from what it has of these prompts.
         """
         uids = [str(uid) for uid in prompts.non_tensor_batch["uid"]]
-        if snapshot is not None and (SAMPLING_MASK in snapshot) != self._rollout.keep_sampling_mask:
-            raise ValueError(
-                f"rollout.keep_sampling_mask={self._rollout.keep_sampling_mask}, and the checkpoint's unfinished "
-                "responses were begun with the other value; continue with that, or start from its exported model."
-            )
+        for name, column in (("keep_sampling_mask", SAMPLING_MASK), ("enable_rollout_routing_replay", ROUTED_EXPERTS)):
+            value = getattr(self._rollout, name)
+            if snapshot is not None and (column in snapshot) != value:
+                raise ValueError(
+                    f"rollout.{name}={value}, and the checkpoint's unfinished responses were begun with the other "
+                    "value; continue with that, or start from its exported model."
+                )
         known = _results_by_uid(snapshot, set(uids))
         groups: list[_Group] = []
         requests: dict[str, list[GenerationRequest]] = {}
@@ -72,7 +75,7 @@ class GroupStream(OpenGroups[_Group, list[GenerationRequest]]):
                 continue
             for index, before in known[uid].items():
                 if index < request.sampling.n:  # a run may go on with fewer responses, and with shorter ones
-                    result = _cut(before, request.sampling.max_new_tokens)
+                    result = _cut(before, request.sampling)
                     (group.begun if result.finish_reason == "running" else group.results)[index] = result
             unfinished = [index for index in range(request.sampling.n) if index not in group.results]
             requests[uid] = [_continued(group, index) for index in unfinished]
@@ -107,7 +110,7 @@ class GroupStream(OpenGroups[_Group, list[GenerationRequest]]):
                     if self._by_request.get(name) is group
                 }
                 rows += [(group.uid, result) for result in (group.begun | running | group.results).values()]
-        return _as_rows(rows, self._pad_token_id)
+        return _as_rows(rows, self._pad_token_id, keep_experts=self._rollout.enable_rollout_routing_replay)
 
     def _has_begun(self, group: _Group) -> bool:
         return bool(group.begun or group.results)
@@ -164,16 +167,22 @@ def own_rows(prompts: DataProto, engine: int) -> DataProto:
     return prompts.select_idxs(np.flatnonzero(prompts.non_tensor_batch["engine"] == engine))
 
 
-def _cut(result: GenerationResult, length: int) -> GenerationResult:
-    """The response, ended where it has more tokens than it may have now, or runs and may have no more."""
-    if len(result.token_ids) + (result.finish_reason == "running") <= length:
+def _cut(result: GenerationResult, sampling: SamplingParams) -> GenerationResult:
+    """The response, ended where it has more tokens than it may have now, or runs and may have no more.
+
+    With `keep_experts` one that runs has its last token written again: the engine that ends it says its experts.
+    """
+    runs = result.finish_reason == "running"
+    goes_on = runs and sampling.keep_experts
+    length = sampling.max_new_tokens - goes_on
+    if len(result.token_ids) + (runs and not goes_on) <= length:
         return result
     return replace(
         result,
         token_ids=result.token_ids[:length],
         log_probs=result.log_probs[:length],
         weight_versions=result.weight_versions[:length],
-        finish_reason="length",
+        finish_reason="running" if goes_on else "length",
         sampling_mask=cut_mask(result.sampling_mask, length),
     )
 
@@ -203,14 +212,17 @@ def _joined(begun: GenerationResult | None, result: GenerationResult) -> Generat
     )
 
 
-def _as_rows(rows: list[tuple[str, GenerationResult]], pad_token_id: int) -> DataProto | None:
-    """Responses of samples as a batch that can be sent and saved; prompts are left out."""
+def _as_rows(rows: list[tuple[str, GenerationResult]], pad_token_id: int, *, keep_experts: bool) -> DataProto | None:
+    """Responses of samples as a batch that can be sent and saved; prompts are left out. With `keep_experts` it has
+    the column also where no response has finished, as the snapshots of other engines may have it."""
     if not rows:
         return None
     batch = assemble([[] for _ in rows], [result for _, result in rows], pad_token_id=pad_token_id, prompt_length=1)
     kept = batch.select(batch_keys=["responses", "response_mask", "rollout_log_probs", "weight_version"])
     names = np.array([uid for uid, _ in rows], dtype=object)
     indices = np.array([result.sample_index for _, result in rows], dtype=np.int64)
+    if keep_experts:
+        kept.non_tensor_batch[ROUTED_EXPERTS] = as_array([result.routed_experts for _, result in rows])
     return kept.union(DataProto.from_dict(non_tensors={"uid": names, "sample_index": indices}))
 
 

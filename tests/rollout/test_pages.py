@@ -18,8 +18,8 @@ CPU = torch.device("cpu")
 SIZE = 4
 
 
-def pool_of(num_pages: int) -> PagePool:
-    pool = PagePool(KVShape(num_layers=1, num_kv_heads=1, head_size=2, page_size=SIZE, dtype=torch.float32), CPU)
+def pool_of(num_pages: int, expert_bytes: int = 0) -> PagePool:
+    pool = PagePool(KVShape(1, 1, head_size=2, page_size=SIZE, dtype=torch.float32, expert_bytes=expert_bytes), CPU)
     pool.resize(num_pages)
     return pool
 
@@ -97,13 +97,14 @@ def test_after_a_change_of_weights_nothing_is_found_not_even_what_is_published_l
 
 @torch.inference_mode()
 def test_a_pool_that_grows_keeps_what_its_pages_hold() -> None:
-    pool = pool_of(2)
+    pool = pool_of(2, expert_bytes=3)
     pages = kept(pool, [1] * 8)
-    pool.keys[:, pages[1]] = 7
+    pool.keys[:, pages[1]] = pool.experts[:, pages[1]] = 7
     pool.resize(5)
     assert pool.num_free == 5
     assert pool.match(pool.root, [1] * 8)[0] == pages
     assert (pool.keys[:, pages[1]] == 7).all()
+    assert (pool.experts[:, pages[1]] == 7).all()
     pool.take(3)
     assert pool.num_kept == 2, "the new pages are free"
 

@@ -88,4 +88,12 @@ def test_engines_that_return_no_experts_are_refused_for_r3(key: str, value: Any,
         assert len(refused) == 1
         assert why in refused[0]
     assert unsupported_in_runs(load_config(overrides=[f"{MODE}=R3"]).config) == []
-    assert is_unused(load_config(overrides=[f"{RETURNS}=True"]).config, RETURNS)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("mode", ["disabled", "R2"])
+def test_experts_that_only_r3_replays_are_refused_without_it(mode: str) -> None:
+    """With R2 they would be in the place of those of the pass, and a model without experts has none."""
+    problems = unsupported_in_runs(load_config(overrides=[f"{MODE}={mode}", f"{RETURNS}=True"]).config)
+    assert [problem.key for problem in problems] == [RETURNS]
+    assert "set that mode, or leave this key out" in str(problems[0])

@@ -14,7 +14,7 @@ from dovetail.protocol import DataProto
 from dovetail.protocol.routed_experts import ROUTED_EXPERTS
 from dovetail.rollout.native.engine import NativeEngine
 from dovetail.workers.actor import DataParallelPPOActor
-from dovetail.workers.build import build_policy
+from dovetail.workers.build import build_actor, build_policy
 from dovetail.workers.generation import answers_of, requests_of
 from dovetail.workers.group_stream import GroupStream
 from dovetail.workers.micro_batches import MicroBatchLimit
@@ -167,10 +167,20 @@ def test_validation_keeps_no_experts(folder: Path) -> None:
     assert ROUTED_EXPERTS in generated(folder, rollout(), torch.float32, do_sample=False)
 
 
+def test_methods_that_sample_nothing_train_a_model_without_experts_whatever_the_mode(tmp_path: Path) -> None:
+    """Where the mode is said to have no effect, as for a run file that supervised fine-tuning shares."""
+    policy = run_config(small_model(tmp_path, "llama"), {f"{ACTOR}.router_replay.mode": "R2"}).actor_rollout_ref
+    build_actor(policy, 1, world_size=1, device=torch.device("cpu"))
+
+
+def stream_of(folder: Path, settings: RolloutConfig) -> GroupStream:
+    engine = NativeEngine(str(folder), dtype=torch.float32, max_num_seqs=4, keep_experts=True)
+    return GroupStream(engine, settings, pad_token_id=0)
+
+
 def test_a_response_that_is_continued_elsewhere_has_the_experts_of_one_that_is_not(folder: Path) -> None:
     def stream() -> GroupStream:
-        engine = NativeEngine(str(folder), dtype=torch.float32, max_num_seqs=4, keep_experts=True)
-        return GroupStream(engine, rollout(), pad_token_id=0)
+        return stream_of(folder, rollout())
 
     whole = stream()
     whole.start(prompts())
@@ -194,3 +204,56 @@ def test_a_response_that_is_continued_elsewhere_has_the_experts_of_one_that_is_n
     }
     for ids, experts in zip(found.tensors["input_ids"].tolist(), found.non_tensor_batch[ROUTED_EXPERTS], strict=True):
         assert np.array_equal(np.sort(experts), np.sort(by_tokens[tuple(ids)]))
+
+
+def test_snapshots_of_several_engines_go_on_whether_or_not_a_response_of_each_has_finished(
+    folder: Path, tmp_path: Path
+) -> None:
+    under_way, done = stream_of(folder, rollout()), stream_of(folder, rollout())
+    under_way.start(prompts().slice(0, 1))
+    under_way._begin(["g0"])
+    looks = iter([False] * 3)
+    under_way._stream._engine.wait(lambda: next(looks, True))  # a step for each look
+    done.start(prompts().slice(1, 3))
+    done.run(2)
+    snapshots = [stream.snapshot() for stream in (under_way, done)]
+    reasons = [set(part.non_tensor_batch["finish_reason"]) for part in snapshots if part is not None]
+    assert reasons == [{"running"}, {"length"}]
+    DataProto.concat([part for part in snapshots if part is not None]).save_to_disk(tmp_path / "rows")
+
+    again = stream_of(folder, rollout())
+    again.start(prompts().slice(0, 3), DataProto.load_from_disk(tmp_path / "rows"))
+    again.run(3)
+    taken = again.take()
+    assert taken is not None
+    lengths = taken.tensors["attention_mask"].sum(dim=1)
+    assert [len(experts) + 1 for experts in taken.non_tensor_batch[ROUTED_EXPERTS]] == lengths.tolist()
+
+
+def test_a_response_that_may_have_no_more_tokens_after_a_resume_has_experts(folder: Path) -> None:
+    """The engine that ends a response says its experts."""
+    begun = stream_of(folder, rollout())
+    begun.start(prompts().slice(0, 1))
+    begun._begin(["g0"])
+    looks = iter([False] * 10)
+    begun._stream._engine.wait(lambda: next(looks, True))
+    snapshot = begun.snapshot()
+    assert snapshot is not None
+    again = stream_of(folder, rollout(response_length=4))
+    again.start(prompts().slice(0, 1), snapshot)
+    again.run(1)
+    taken = again.take()
+    assert taken is not None
+    assert taken.tensors["responses"].tolist() == snapshot.tensors["responses"][:, :4].tolist()
+    assert [len(experts) for experts in taken.non_tensor_batch[ROUTED_EXPERTS]] == [2 + 3] * 4
+
+
+def test_a_checkpoint_of_the_other_setting_is_refused_by_name(folder: Path) -> None:
+    settings = rollout()
+    begun = stream_of(folder, settings)
+    begun.start(prompts())
+    begun.run(3)
+    snapshot = begun.snapshot()
+    without = settings.model_copy(update={"enable_rollout_routing_replay": False})
+    with pytest.raises(ValueError, match="enable_rollout_routing_replay=False, and the checkpoint"):
+        stream_of(folder, without).start(prompts(), snapshot)

@@ -119,8 +119,6 @@ class RunningBatch:
             return False
         tokens = [token for row, segment in plan for token in row.sequence[segment.start : segment.end]]
         segments = [segment for _, segment in plan]
-        if self._routing is not None:
-            self._routing.begin(None, record=True)
         # The module under the head: no logits, and so no (tokens, vocabulary) matrix, for prompts.
         self._model.base_model(
             input_ids=torch.tensor([tokens], device=self._device),
@@ -154,8 +152,6 @@ class RunningBatch:
         places = torch.tensor(lengths, device=self._device)
         positions = places + torch.tensor(self._shifts, device=self._device) if any(self._shifts) else places
         segments = [Segment(slot, length, 1) for slot, length in enumerate(lengths)]
-        if self._routing is not None:
-            self._routing.begin(None, record=True)
         output = self._model(
             input_ids=torch.tensor([[row.sequence[-1] for row in rows]], device=self._device),
             position_ids=positions.unsqueeze(0),

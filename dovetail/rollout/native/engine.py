@@ -111,6 +111,8 @@ class NativeEngine(RolloutEngine):
         elif fp32_lm_head:
             use_float32_head(self._model)
         self._routing = RouterReplay(self._model) if keep_experts else None
+        if self._routing is not None:
+            self._routing.begin(None, record=True)
         self._packed = pack_linears(self._model, self._device)
         self._max_model_len = max_model_len or int(self._model.config.get_text_config().max_position_embeddings)
         self._vocab_size = num_embeddings(self._model)

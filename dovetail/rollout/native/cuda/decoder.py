@@ -81,14 +81,12 @@ class RecordingDecoder:
         self._routing = routing
 
     def fill(self, tokens: torch.Tensor, positions: torch.Tensor, step: PagedStep) -> None:
-        self._routing.begin(None, record=True)
         self._decoder.fill(tokens, positions, step)
         step.pool.put_experts(step.targets, self._routing.recorded())
 
     def logits(
         self, tokens: torch.Tensor, positions: torch.Tensor, step: PagedStep
     ) -> Iterator[tuple[slice, torch.Tensor]]:
-        self._routing.begin(None, record=True)
         yield from self._decoder.logits(tokens, positions, step)
         step.pool.put_experts(step.targets, self._routing.recorded())
 

@@ -117,7 +117,7 @@ class PagePool:
             return torch.empty(0)
         new = torch.empty(size, dtype=dtype, device=self.device)
         if old.numel():
-            as_bytes(new)[:, : self.num_pages].copy_(as_bytes(old))
+            as_bytes(new)[:, : self.num_pages].copy_(as_bytes(old)[:, : self.num_pages])
         return new
 
     def take(self, count: int) -> list[int]:
