@@ -257,6 +257,13 @@ def test_a_value_of_several_types_is_what_it_looks_like() -> None:
     assert found == [12, None, "a"]
 
 
+@pytest.mark.parametrize("kind", [{"type": 5}, {"anyOf": 5}, {"oneOf": {"type": "string"}}])
+def test_a_schema_that_is_none_says_nothing_of_its_values(kind: dict[str, Any]) -> None:
+    schema = {"name": "run", "parameters": {"properties": {"at": kind}}}
+    text = "<tool_call><function=run><parameter=at>12</parameter></function></tool_call>"
+    assert parse("qwen3_coder", text, [schema])[1][0].arguments == {"at": 12}
+
+
 @pytest.mark.parametrize("name", ["glm", "minimax", "seed", "gemma4"])
 def test_values_have_the_types_of_the_schema(name: str) -> None:
     kinds = {"code": "string", "lines": "array", "fast": "boolean"}

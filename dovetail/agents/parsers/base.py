@@ -83,10 +83,11 @@ def _types_in(schema: Any) -> frozenset[str]:
     """`{"type": "string"}`, `{"type": ["string", "null"]}`, `{"anyOf": [...]}`, and OpenAPI's `nullable`."""
     if not isinstance(schema, Mapping):
         return frozenset()
-    named = schema.get("type") or ()
-    types = {named} if isinstance(named, str) else {one for one in named if isinstance(one, str)}
-    for option in [*(schema.get("anyOf") or ()), *(schema.get("oneOf") or ())]:
-        types |= _types_in(option)
+    named = schema.get("type")
+    types = {one for one in (named if isinstance(named, list) else [named]) if isinstance(one, str)}
+    for options in (schema.get("anyOf"), schema.get("oneOf")):
+        for option in options if isinstance(options, list) else []:
+            types |= _types_in(option)
     return frozenset(types | {"null"} if schema.get("nullable") else types)
 
 
