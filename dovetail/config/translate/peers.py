@@ -170,6 +170,8 @@ _SLIME_NAMES: dict[str, str] = {
     "eval_interval": "trainer.test_freq",
     "eval_prompt_data": "val_data",
     "save": "output",
+    "use_routing_replay": f"{_ACTOR}.router_replay.mode (R2)",
+    "use_rollout_routing_replay": f"{_ACTOR}.router_replay.mode (R3)",
 }
 SLIME_NAMES = {name.replace("_", "-"): here for name, here in _SLIME_NAMES.items()}
 """Flags of slime and Megatron as a launch script has them, without the two dashes at the start."""
