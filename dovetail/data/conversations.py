@@ -246,7 +246,7 @@ def checked_messages(value: Any, name: str, *, media: bool = False) -> Messages:
 
 
 def _has_text_beside_call(message: Mapping[str, Any]) -> bool:
-    content = message["content"] if message["role"] == "assistant" and message.get("tool_calls") else ""
+    content = message.get("content") if message["role"] == "assistant" and message.get("tool_calls") else ""
     return isinstance(content, str) and bool(content.strip())
 
 

@@ -99,7 +99,7 @@ def _score(config: DovetailConfig, batch: object) -> torch.Tensor:
         device=torch.device("cpu"),
     )  # fmt: skip
     actor = DataParallelPPOActor(policy.actor, backend, mini_batch_rows=4, log_prob_limit=MicroBatchLimit(rows=2))
-    _, _, squares = actor.score_responses(batch, sum_squares=True)
+    squares = actor.score_responses(batch, sum_squares=True).sum_squares
     assert squares is not None
     return squares
 
